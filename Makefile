@@ -11,6 +11,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INTEGRATIONS := $(VENV)/.integrations
 PYTEST_ARGS ?=
 # Processes that share the test files.
 TEST_JOBS ?= 2
@@ -42,13 +43,17 @@ $(INSTALLED): requirements-dev.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
+$(INTEGRATIONS): requirements-integrations.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
+	@touch $@
+
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${DEMO_THREADS:-1} $(BIN)/python examples/finetune_llm.py $(DEMO_ARGS)
 
-test: $(INSTALLED)
+test: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
-test-long: $(INSTALLED)
+test-long: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-contract: $(INSTALLED)

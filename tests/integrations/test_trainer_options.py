@@ -116,7 +116,6 @@ def test_a_batch_size_is_found_by_trial(tmp_path: Path) -> None:
     assert plain._train_batch_size == ours._train_batch_size <= 3
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, adapted], ids=["full", "adapters"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_trl_makes_few_traces(make: Any, accumulation: int, tmp_path: Path) -> None:
