@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.runtime.engine.pace import LARGE_BYTES, RUNS_AHEAD, InFlight, Pace
+from roundpipe.runtime.engine.pace import LARGE_BYTES, RUNS_AHEAD, SMALL_BYTES, InFlight, Pace
 
 
 class SlowDevice:
-    """Runs what it is given only when somebody waits for it."""
+    """Runs what it is given only when somebody waits for it; or at once, if it is not slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_slow: bool = True) -> None:
         self.device = torch.device("cuda", 0)
+        self.is_slow = is_slow
         self.num_issued = self.num_done = 0
         self.uploads: list[Any] = []
 
@@ -32,7 +33,7 @@ class SlowDevice:
         return SimpleNamespace(is_done=self._is_done(self.num_issued), synchronize=self._synchronize(self.num_issued))
 
     def _is_done(self, number: int) -> Callable[[], bool]:
-        return lambda: self.num_done >= number
+        return lambda: not self.is_slow or self.num_done >= number
 
     def _synchronize(self, number: int) -> Callable[[], None]:
         def synchronize() -> None:
@@ -49,8 +50,8 @@ class Run:
         self.pace = Pace(self.device, self.in_flight)  # type: ignore[arg-type]
         self.most_bytes = 0
 
-    def run(self, num_parts: int, num_bytes: int, num_microbatches: int, is_held: bool = False) -> None:
-        self.pace.begin_run(num_microbatches, is_held=is_held)
+    def run(self, num_parts: int, num_bytes: int, num_microbatches: int) -> None:
+        self.pace.begin_run(num_microbatches)
         for part in range(num_parts):
             if part:
                 self.pace.begin_part()
@@ -64,7 +65,7 @@ class Run:
 @pytest.mark.parametrize(("num_bytes", "most"), [(LARGE_BYTES, 2), (1000, 10)])
 def test_a_forward_of_many_layers_waits_for_large_values_on_their_way_down(num_bytes: int, most: int) -> None:
     runs, alive = Run(), 0
-    runs.pace.begin_run(1, is_held=False)
+    runs.pace.begin_run(1)
     for _ in range(10):
         copied = runs.device.record(None)
         runs.in_flight.add(copied, "values")
@@ -74,11 +75,10 @@ def test_a_forward_of_many_layers_waits_for_large_values_on_their_way_down(num_b
     assert alive == most
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_a_stage_of_many_layers_has_the_large_values_of_one(is_held: bool) -> None:
+def test_a_stage_of_many_layers_has_the_large_values_of_one() -> None:
     runs, large = Run(), LARGE_BYTES + 1
     for _ in range(2):
-        runs.run(num_parts=10, num_bytes=large, num_microbatches=1, is_held=is_held)
+        runs.run(num_parts=10, num_bytes=large, num_microbatches=1)
     assert runs.most_bytes == large
 
 
@@ -99,6 +99,33 @@ def test_nothing_waits_between_parts_with_small_values() -> None:
     runs.run(num_parts=10, num_bytes=1000, num_microbatches=8)
     assert runs.device.num_done == 10  # the first run's parts
     assert runs.most_bytes <= (RUNS_AHEAD + 2) * 10 * 1000
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+@pytest.mark.parametrize(
+    ("up_bytes", "down_bytes", "num_microbatches", "most_held"),
+    [
+        (SMALL_BYTES - 10, 10, 4, RUNS_AHEAD),
+        (SMALL_BYTES, 10, 4, 1),
+        (10, SMALL_BYTES, 2, 1),
+        (LARGE_BYTES, LARGE_BYTES, 1, 0),
+    ],
+)
+def test_what_is_held_of_microbatches_before_is_the_same_on_every_device(
+    is_slow: bool, up_bytes: int, down_bytes: int, num_microbatches: int, most_held: int
+) -> None:
+    device, in_flight = SlowDevice(is_slow), InFlight()
+    pace = Pace(device, in_flight)  # type: ignore[arg-type]
+    held = []
+    for _ in range(8):
+        pace.begin_run(num_microbatches)
+        held.append(len(in_flight) // 2)
+        device.upload(up_bytes)
+        pace.keep_downloads(device.record(None), torch.empty(down_bytes, dtype=torch.uint8, device="meta"))
+        pace.end_run()
+    assert held == [min(number, most_held) for number in range(8)]
+    if is_slow:
+        assert device.num_done == 2 * (7 - most_held), "waited for more than what must be gone"
 
 
 def test_an_abandoned_run_leaves_nothing() -> None:

@@ -207,7 +207,7 @@ class Done:
     def synchronize(self) -> None: ...
 
 
-def test_what_is_on_its_way_is_held_as_a_slow_device_would() -> None:
+def test_what_is_done_is_held_for_some_runs() -> None:
     in_flight = InFlight()
     in_flight.held_runs = 2
     for _ in range(5):

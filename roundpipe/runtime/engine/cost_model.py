@@ -192,12 +192,11 @@ class CostModel:
         if costs is None or plan.fused is None or torch.are_deterministic_algorithms_enabled():
             return None
         key = plan, grain, call.tiles, elements
-        is_first = not record.num_measured[key]
         record.num_measured[key] += 1
         if record.num_measured[key] > MEASURED_PEAKS:
             return None
         is_alone = call.num_microbatches == 1
-        record.peaks.append(peaks := VisitPeaks(plan, grain, self.num_workers, costs, is_alone, is_held=is_first))
+        record.peaks.append(peaks := VisitPeaks(plan, grain, self.num_workers, costs, is_alone))
         return peaks
 
     def links(self, chain: LayerChain, tiles: Tiles = UNTILED) -> tuple[float, float]:

@@ -2,7 +2,10 @@
 
 Work is given to a device long before it runs, and what copies still read or have brought must live until they are done.
 The further behind the device is, the more memory that takes, so a worker waits for it: after a few microbatches where
-values are small; where they are large, after as many as plans count with, and between the parts of one run.
+values are small; where they are large, after one, and between the parts of one run.
+
+Invariant: a microbatch's values live for as many microbatches as the device may be behind, however fast it is, so that
+a visit always takes the same memory, which is what plans count with.
 """
 
 from __future__ import annotations
@@ -10,12 +13,21 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from roundpipe.core import trees
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 
 RUNS_AHEAD = 3
 """Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
+SMALL_BYTES = 4 * 1024**2
+"""Of values that a microbatch brings up and leaves to go down: with more, one is ahead of the one that runs."""
 LARGE_BYTES = 64 * 1024**2
-"""Of values that these bring: with more, only as many microbatches are ahead as plans count with."""
+"""Of values of one microbatch that several layers bring up or leave: with more, the worker waits between them."""
+
+
+def num_ahead(run_bytes: int, num_microbatches: int) -> int:
+    """Microbatches given to an accelerator before the first of them is done, from the bytes of one that come and go."""
+    return RUNS_AHEAD if run_bytes <= SMALL_BYTES else min(1, num_microbatches - 1)
 
 
 class InFlight:
@@ -24,17 +36,23 @@ class InFlight:
     def __init__(self) -> None:
         self._entries: deque[tuple[Event, Any, int]] = deque()
         self.num_runs = 0
-        """Microbatches of stages that were begun."""
+        """Microbatches of stages that were begun: the present one has this number."""
         self.held_runs = 0
-        """So many of them each one lives through, done or not: as where a device is as far behind as it may be."""
+        """So many of them each one lives through, done or not."""
 
     def add(self, event: Event, tensors: Any) -> None:
         self._entries.append((event, tensors, self.num_runs))
 
     def release(self) -> None:
-        """Let go of the oldest ones, as far as they are done; waits for nothing."""
-        last = self.num_runs - self.held_runs
-        while self._entries and self._entries[0][2] <= last and self._entries[0][0].is_done():
+        """Let go of the oldest ones that are no longer held, as far as they are done; waits for nothing."""
+        self._release(self.num_runs - self.held_runs)
+
+    def release_done(self) -> None:
+        """Let go of the oldest ones, as far as they are done: the worker has waited for the device."""
+        self._release(self.num_runs)
+
+    def _release(self, last_run: int) -> None:
+        while self._entries and self._entries[0][2] <= last_run and self._entries[0][0].is_done():
             self._entries.popleft()
 
     def wait(self) -> None:
@@ -64,34 +82,36 @@ class Pace:
         self._backend = backend
         self._in_flight = in_flight
         self._issued: deque[tuple[Event, int]] = deque()
-        """After each of the latest runs, and bytes of what came up for it."""
+        """After each of the latest runs, and bytes of what came up and went down for it."""
         self._part_bytes = 0
         """What came up for the parts of the present run that are given to the device, since it was last waited for."""
+        self._run_bytes = 0
+        """What has come up for the present run, where that is known, and gone down."""
         self._copies: deque[tuple[Event, int]] = deque()
         """After what went down behind the latest layers of the present run, and its bytes."""
 
-    def begin_run(self, num_microbatches: int, *, is_held: bool) -> None:
-        """Wait until the device is not further behind than it should be, and let go of what is done.
-
-        Args:
-            is_held: whether what is on its way is to take all that it may take.
-        """
-        are_large = sum(num_bytes for _, num_bytes in self._issued) > LARGE_BYTES
-        num_ahead = min(1, num_microbatches - 1) if are_large else RUNS_AHEAD
-        while len(self._issued) > num_ahead:
+    def begin_run(self, num_microbatches: int) -> None:
+        """Wait until the device is not further behind than it should be, and let go of what is done."""
+        ahead = num_ahead(max((num_bytes for _, num_bytes in self._issued), default=0), num_microbatches)
+        while len(self._issued) > ahead:
             self._issued.popleft()[0].synchronize()
-        if is_held and self._has_lanes:
-            self._in_flight.held_runs = min(num_ahead + 1, num_microbatches)
+        if self._has_lanes:
+            self._in_flight.held_runs = ahead + 1
         self._copies.clear()
         self._in_flight.num_runs += 1
         self._in_flight.release()
 
+    def keep_downloads(self, copied: Event, sources: Any) -> None:
+        """What goes down for the present run lives until its copy is done."""
+        self._in_flight.add(copied, sources)
+        self._run_bytes += sum(map(bytes_of, trees.tensors(sources)))
+
     def end_run(self) -> None:
         """A run is given to the device: what came up for it lives until the device is past it."""
         if self._has_lanes:
-            issued, num_bytes = self._keep_uploads()
-            self._issued.append((issued, self._part_bytes + num_bytes))
-            self._part_bytes = 0
+            issued, _ = self._keep_uploads()
+            self._issued.append((issued, self._run_bytes))
+        self._part_bytes = self._run_bytes = 0
 
     def begin_part(self) -> None:
         """Before a further part of a run, which needs nothing of what came up for the parts before.
@@ -106,8 +126,7 @@ class Pace:
         if self._part_bytes > LARGE_BYTES:
             issued.synchronize()
             self._part_bytes = 0
-            self._in_flight.num_runs += 1
-            self._in_flight.release()
+            self._in_flight.release_done()
 
     def end_layer(self, copied: Event, num_bytes: int) -> None:
         """Behind a layer of a forward run, whose values go down: if they are many, wait for those of the layer before.
@@ -120,14 +139,15 @@ class Pace:
         if len(self._copies) > 1 and sum(each for _, each in self._copies) > LARGE_BYTES:
             while len(self._copies) > 1:
                 self._copies.popleft()[0].synchronize()
-            self._in_flight.num_runs += 1
+            self._in_flight.release_done()
 
     def abandon(self) -> None:
-        """Forget what was given to the device, which is done with it."""
+        """Forget what was given to the device, which is done with it, and let go of it."""
+        self._in_flight.clear()
         self._issued.clear()
         self._copies.clear()
         self._backend.take_uploads()
-        self._part_bytes = 0
+        self._part_bytes = self._run_bytes = 0
 
     @property
     def _has_lanes(self) -> bool:
@@ -138,4 +158,6 @@ class Pace:
         """After what was given to the device, and bytes of what came up since the last time: it lives until then."""
         issued, uploads = self._backend.record(Lane.COMPUTE), self._backend.take_uploads()
         self._in_flight.add(issued, uploads)
-        return issued, sum(upload.nbytes for upload in uploads)
+        num_bytes = sum(upload.nbytes for upload in uploads)
+        self._run_bytes += num_bytes
+        return issued, num_bytes

@@ -248,5 +248,5 @@ class MicrobatchRunner:
     def _downloaded(self, sources: Any) -> tuple[Event]:
         """When what was given to DOWNLOAD is done; its sources live until then."""
         copied = self._backend.record(Lane.DOWNLOAD)
-        self._in_flight.add(copied, sources)
+        self._pace.keep_downloads(copied, sources)
         return (copied,)

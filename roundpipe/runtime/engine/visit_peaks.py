@@ -44,8 +44,6 @@ class VisitPeaks:
     """What was computed for microbatches of the step's size; `correct` changes the list."""
     is_alone: bool = False
     """Whether the step has one microbatch."""
-    is_held: bool = False
-    """Whether what is on its way is held as long as a slow device might: then later steps take no more."""
     is_over: bool = False
     failed: bool = False
     _bytes: dict[int, int] = field(default_factory=dict)

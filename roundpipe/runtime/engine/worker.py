@@ -75,6 +75,9 @@ class Worker:
         self._is_settling = False
         """Whether the gradients of a job are on their way; changed under the board's lock."""
         self._in_flight = InFlight()
+        """Values of microbatches."""
+        self._leaving = InFlight()
+        """Gradients of weights, which no microbatch waits for."""
         self._pace = Pace(backend, self._in_flight)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self._pace)
         self._was_idle = True
@@ -145,18 +148,18 @@ class Worker:
             self._current = None
         del step
         self._was_idle = not self._upcoming
-        if self._was_idle and self._in_flight:
-            with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
-                self._gradients_thread.submit(self._in_flight.take().wait)
+        for rest in (self._in_flight, self._leaving):
+            if self._was_idle and rest:
+                with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
+                    self._gradients_thread.submit(rest.take().wait)
 
     def _execute_all(self, step: StepState) -> None:
         tasks = step.spec.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            if self._was_idle and not self._in_flight:
+            if self._was_idle and not self._in_flight and not self._leaving:
                 self.backend.note_others(self.arena.num_bytes)
-            self._in_flight.held_runs = 0
             self._make_room(step.spec)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
@@ -164,6 +167,7 @@ class Worker:
                 self._execute(step, task)
             if not step.spec.may_outlive_call:
                 self._in_flight.wait()
+                self._leaving.wait()
 
     def _abandon(self, step: StepState) -> None:
         """Let go of a cancelled step's memory and tensors; never raises: what goes wrong is noted at its error."""
@@ -176,7 +180,7 @@ class Worker:
             self._open.clear,
             self.arena.forget_visits,
             self.meter.abandon,
-            self._in_flight.clear,
+            self._leaving.clear,
             self._pace.abandon,
         )
         for action in undo:
@@ -252,8 +256,8 @@ class Worker:
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
-            peaks = step.spec.peaks
-            self._pace.begin_run(step.spec.schedule.num_microbatches, is_held=peaks is not None and peaks.is_held)
+            self._leaving.release()
+            self._pace.begin_run(step.spec.schedule.num_microbatches)
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
@@ -320,7 +324,7 @@ class Worker:
             self.meter.at(job, None)
             self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments)
         if alive:
-            self._in_flight.add(events[-1], alive)
+            self._leaving.add(events[-1], alive)
         if self._is_settling:
             self.meter.until("overhead")
             self._gates.board.wait(lambda: not self._is_settling, self.name, "gradients of the job before")
