@@ -43,12 +43,17 @@ def environment() -> dict[str, Any]:
     return found
 
 
+def write(path: Path, environment: dict[str, Any], results: dict[str, Any]) -> None:
+    """The JSON of results and what they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment, "results": results}, indent=2) + "\n")
+
+
 def report(path: Path | None, results: dict[str, Any]) -> None:
     """Prints the environment and, if a path is given, writes it with the results as JSON."""
     document = {"environment": environment(), "results": results}
     for name, value in document["environment"].items():
         print(f"{name:21} {value}")
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        write(path, document["environment"], results)
         print(f"{'written to':21} {path}")

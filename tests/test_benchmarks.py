@@ -39,6 +39,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
         "long_run",
         "memory",
         "optimizer",
+        "processes",
         "residency",
         "rows",
         "scaling",
@@ -212,3 +213,25 @@ def test_residency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert auto["uploaded_bytes"] < 0.5 * off["uploaded_bytes"] and auto["resident_bytes"] > 0
     assert results["full"]["ways"]["full"]["uploaded_bytes"] < results["full"]["ways"]["auto"]["uploaded_bytes"]
     assert "of plain" in capsys.readouterr().out
+
+
+def test_a_way_that_does_not_end_costs_no_other_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="the processes would train a Qwen3")
+    options = ["--device", "cpu", "--model", "tiny", "--ways", "rotation,sharded", "--limit", "0"]
+    code, results = run("processes", options, tmp_path)
+    assert code == 1
+    assert results["rotation"]["error"] == "not done in time (rank 0: started)"
+    assert results["sharded"]["error"] == "not done in time (rank 0: started; rank 1: started)"
+    assert "not done in time" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="trains a Qwen3")
+    sizes = ["--model", "tiny", "--microbatches", "4", "--batch", "1", "--warm-up", "1", "--steps", "1"]
+    code, results = run("processes", ["--device", "cpu", *sizes, "--limit", "250"], tmp_path)
+    assert code == 0, results
+    for way in ("rotation", "data-parallel", "sharded", "stages"):
+        assert results[way]["tokens_per_s"] > 0 and results[way]["steps"] == 1
+    assert results["sharded"]["optimizer_s"].keys() >= {"averaging", "update"}
+    assert "of rotation" in capsys.readouterr().out
