@@ -103,9 +103,10 @@ def scatter(pairs: Sequence[ParameterPair], group: RankGroup, shard: Shard, spac
         assert pair.copy is not None
         whole, pair.whole = pair.whole, None
         flats.append(torch.zeros_like(pair.parameter).view(-1) if whole is None else whole.detach().reshape(-1))
+        adds = pair.copy.grad is not None
         if pair.copy.grad is None:
-            pair.copy.grad = torch.zeros_like(pair.copy)
-        totals.append(pair.copy.grad)
+            pair.copy.grad = on_huge_pages(torch.empty_like(pair.copy))
+        totals.append((pair.copy.grad, adds))
     for window in _windows(pairs, shard):
         parts_of = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
         lengths = [sum(map(len, parts)) for parts in parts_of]
@@ -113,13 +114,16 @@ def scatter(pairs: Sequence[ParameterPair], group: RankGroup, shard: Shard, spac
         received = space.take("received", shard.count * lengths[shard.index], sent.dtype)
         received = received.view(shard.count, lengths[shard.index])
         group.swap(received, sent, lengths)
-        mean = space.take("mean", received.shape[1], totals[0].dtype).copy_(received[0])
+        mean = space.take("mean", received.shape[1], totals[0][0].dtype).copy_(received[0])
         for row in received[1:]:
             add_converted(mean, row)
         mean.div_(shard.count)
-        own = [total[window] for total in totals]
-        for total, part in zip(own, mean.split([len(each) for each in own]), strict=True):
-            total += part
+        own = [(total[window], adds) for total, adds in totals]
+        for (total, adds), part in zip(own, mean.split([len(each) for each, _ in own]), strict=True):
+            if adds:
+                total += part
+            else:
+                total.copy_(part)
 
 
 def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard, space: Workspace) -> None:
