@@ -34,6 +34,14 @@ def quoted(value: Any, most: int = 80) -> str:
     return f"{shown(value, most)} ({type(value).__name__})"
 
 
+def said(error: BaseException) -> str:
+    """An exception's text, for a message; a user's own may have none to give."""
+    try:
+        return str(error)
+    except Exception:
+        return f"a {type(error).__name__} whose text can't be had"
+
+
 GRADIENTS_ADDED = "roundpipe: some gradients of this call may have been added; call zero_grad() before trying again"
 _RAISED_IN = "roundpipe: raised in "
 
@@ -52,7 +60,7 @@ def note_place(error: BaseException, where: str) -> None:
 
 def note_few_samples(error: BaseException) -> None:
     """Say, where torch wants several samples for a norm in training, that the batch was split into too many pieces."""
-    if "more than 1 value per channel" in str(error):
+    if "more than 1 value per channel" in said(error):
         add_note(
             error,
             "roundpipe: the batch was split, and this microbatch has one sample left; set num_microbatch lower in "

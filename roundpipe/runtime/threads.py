@@ -40,6 +40,12 @@ class _Load:
     """What one thread was given and has not done; changed with the board's lock held."""
 
     num_tasks: int = 0
+    thread: threading.Thread | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the thread has work and is there to do it."""
+        return self.num_tasks > 0 and (self.thread is None or self.thread.is_alive())
 
 
 _CURRENT = threading.local()
@@ -114,7 +120,7 @@ class Board:
 
     def _is_stuck(self) -> bool:
         waiting = {wait.load for wait in self._waits}
-        can_go_on = any(load.num_tasks and load not in waiting for load in self._loads)
+        can_go_on = any(load.can_go_on and load not in waiting for load in self._loads)
         return not can_go_on and not any(wait.condition() for wait in self._waits)
 
     def _deadlock(self) -> DeadlockError:
@@ -185,6 +191,7 @@ class TaskThread:
                     self._thread = None
                 raise
         with self._board.lock:
+            self._load.thread = self._thread
             self._load.num_tasks += 1
         self._inbox.put((work, args))
 
@@ -230,4 +237,5 @@ def _tell(error: BaseException, on_error: _OnError) -> None:
     if handler is not None:
         with contextlib.suppress(BaseException):
             return handler(error)
-    logger.error("%s: an error that nobody was told of", threading.current_thread().name, exc_info=error)
+    with contextlib.suppress(BaseException):  # a handler of the log may fail, too; the thread goes on
+        logger.error("%s: an error that nobody was told of", threading.current_thread().name, exc_info=error)

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
+from roundpipe.core.errors import said
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,8 +53,8 @@ class BackgroundWriter:
             try:
                 write()
             except BaseException as error:  # raised again in the training thread
-                logger.error("the checkpoint %s was not written: %s", name, error)
-                future.set_exception(error)
+                future.set_exception(error)  # first, since a handler of the log may fail, and others wait for it
+                logger.error("the checkpoint %s was not written: %s", name, said(error))
             else:
                 future.set_result(None)
 

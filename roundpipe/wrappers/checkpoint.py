@@ -31,7 +31,14 @@ import torch
 from torch import nn
 
 from roundpipe.core.checks import check_flag, path_of
-from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError, shown
+from roundpipe.core.errors import (
+    CheckpointError,
+    CheckpointMisfitError,
+    CheckpointNotFoundError,
+    ConfigError,
+    said,
+    shown,
+)
 from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
@@ -272,7 +279,7 @@ def _change(name: str, change: Callable[[], object], folder: Path) -> None:
     try:
         change()
     except Exception as error:
-        problem = f"{name} can't take over its state in {folder}: {type(error).__name__}: {error}"
+        problem = f"{name} can't take over its state in {folder}: {type(error).__name__}: {said(error)}"
         raise CheckpointMisfitError(f"{problem}; nothing was changed") from error
 
 

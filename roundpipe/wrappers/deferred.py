@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import BackwardError, enumerated
+from roundpipe.core.errors import BackwardError, add_note, enumerated
 from roundpipe.core.layers import is_differentiable
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.builder import StepBuilder
@@ -69,7 +69,7 @@ class DeferredBackward:
             try:
                 step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
             except OUT_OF_MEMORY as error:
-                error.add_note("roundpipe: only forward_backward is planned anew, not the backward of a forward")
+                add_note(error, "roundpipe: only forward_backward is planned anew, not the backward of a forward")
                 raise
         # behind all of the backward: modules on the host have gradients, too
         torch.autograd.Variable._execution_engine.queue_callback(self.session.optimizer.end_call)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.checks import check_flag
-from roundpipe.core.errors import NotCopyableError
+from roundpipe.core.errors import NotCopyableError, add_note
 from roundpipe.core.options import with_options
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
@@ -376,7 +376,7 @@ class RoundPipe(ModelReports):
         except Exception as pending:
             if error is None:
                 raise
-            error.add_note("roundpipe: close() raised after it:\n" + "".join(traceback.format_exception(pending)))
+            add_note(error, "roundpipe: close() raised after it:\n" + "".join(traceback.format_exception(pending)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another wrapper, of a copy of the model, on the same devices with workers of its own.

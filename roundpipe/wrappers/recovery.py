@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.errors import DeviceMemoryError, said
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
@@ -74,7 +74,7 @@ def run_step(
         except OUT_OF_MEMORY as error:
             if before is None or gradients is None:  # nobody asked for a limit: the error is from the user's code
                 raise
-            reason = str(error).partition("\n")[0]
+            reason = said(error).partition("\n")[0]
             _release_frames(error)
             session.optimizer.come_home()
             session.engine.release_memory()

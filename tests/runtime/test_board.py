@@ -103,3 +103,31 @@ def test_a_close_that_waits_for_a_stuck_thread_is_told_so(short_interval):
         thread.close()
     counter.add()
     thread.close()
+
+
+@pytest.mark.usefixtures("short_interval")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_ended_with_work_left_can_not_go_on(monkeypatch):
+    def fails(*given):
+        raise MemoryError
+
+    monkeypatch.setattr(threads, "_tell", fails)
+    counter = Counter()
+    thread = TaskThread("roundpipe test ends", board=counter.board)
+    thread.submit(fails)
+    thread.submit(counter.add)
+    with pytest.raises(DeadlockError, match="the caller waits for the number"):
+        counter.board.wait(lambda: counter.value, "the caller", "the number")
+
+
+def test_a_thread_goes_on_if_its_error_can_not_be_logged(monkeypatch):
+    def fails(*given, **options):
+        raise ValueError("no log")
+
+    monkeypatch.setattr(threads.logger, "error", fails)
+    counter = Counter()
+    thread = TaskThread("roundpipe test goes on", board=counter.board)
+    thread.submit(fails)
+    thread.submit(counter.add)
+    assert counter.wait(1)
+    thread.close()

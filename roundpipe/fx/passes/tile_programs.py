@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from roundpipe.core.errors import said
 from roundpipe.core.layers import Carry
 from roundpipe.core.tiled_regions import Region, RowResult, SumResult
 from roundpipe.core.tiling import Rows
@@ -88,7 +89,7 @@ def _holds(region: RegionNodes, made: Region, root: nn.Module, examples: list[An
     try:
         why_not = difference(made, root, examples)
     except Exception as error:  # whatever the user's code raises in a tile
-        why_not = f"{type(error).__name__}: {error}"
+        why_not = f"{type(error).__name__}: {said(error)}"
     if why_not:
         logger.info("%s to %s runs untiled: %s", region.nodes[0], region.nodes[-1], why_not)
     return not why_not

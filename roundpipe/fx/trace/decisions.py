@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts, said
 from roundpipe.core.module_tree import modules_in, parameters_in, training_bytes_of
 from roundpipe.effects.run_once import holders_of
 from roundpipe.fx.fakes import Dimension
@@ -101,7 +101,7 @@ class Retry(BaseException):
 
     def summary(self) -> str:
         """The error in a line."""
-        text = str(self.error).strip().split("\n")[0][:300]
+        text = said(self.error).strip().split("\n")[0][:300]
         return text if isinstance(self.error, TraceError) else f"{type(self.error).__name__}: {text}"
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.errors import said
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.fx.fakes import Dimension, FakeWorld
@@ -48,7 +49,7 @@ class ShapeVerifier:
             with python_restored(self.traced.model), world.entered():
                 problem = _ShapeRun(self, world).problem()
         except Exception as error:
-            return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
+            return f"the graph fails on fakes of these sizes: {type(error).__name__}: {said(error)}"
         return problem if problem is not None else SizeSystem(world.symbols(), world.shapes.size_assumptions())
 
 

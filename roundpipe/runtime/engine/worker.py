@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.core.errors import ClosedError, RoundPipeError
+from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
 from roundpipe.core.schedule import Job, Phase, Schedule, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.engine.pace import InFlight, Pace
@@ -190,7 +190,7 @@ class Worker:
                 logger.exception("%s: after the error of a step", self.name)
                 self._replicas.clear()  # who knows what they are bound to
                 if (error := step.error) is not None:
-                    error.add_note(f"roundpipe: after it, {self.name} met {type(problem).__name__}: {problem}")
+                    add_note(error, f"roundpipe: after it, {self.name} met {type(problem).__name__}: {said(problem)}")
 
     def _break(self, error: BaseException) -> None:
         """Fail the worker's steps, and all later ones: something was raised that nothing caught."""

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from roundpipe.core.errors import LossError, RankError, RoundPipeError
+from roundpipe.core.errors import LossError, RankError, RoundPipeError, said
 from roundpipe.runtime.ranks.group import ProcessGroupLike, RankGroup
 from roundpipe.runtime.threads import Board, TaskThread
 from roundpipe.runtime.weights.shard import Shard
@@ -280,7 +280,7 @@ class Ranks:
             raise self._broken from (None if error is self._broken else error)
 
     def _lost(self, turn: Turn, error: BaseException) -> RankError:
-        reason, state = str(error).partition("\n")[0], turn.state
+        reason, state = said(error).partition("\n")[0], turn.state
         if error is turn.error or isinstance(error, RoundPipeError):
             return RankError(f"{self._name}: this rank has failed ({reason}), and the others can't go on without it")
         return RankError(
