@@ -23,9 +23,9 @@ from roundpipe.core import trees
 from roundpipe.effects import places
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
 from roundpipe.effects.uses import (
+    CodeUses,
     filled_cells,
     forward_hooks,
-    names_in,
     uses_of_forward,
     uses_of_methods,
     uses_of_properties,
@@ -248,7 +248,7 @@ class StateWalk:
                 self.reach.cells.append(cell)
             self._visit(value, way.to(words, way.is_read))
         variables = function.__globals__
-        for name in names_in(function.__code__):
+        for name in sorted(CodeUses.of([function.__code__]).variables):
             if name in variables:
                 value, words = variables[name], f"global {name}"
                 if isinstance(value, _REPLACEABLE) and (id(variables), name) not in self._globals:

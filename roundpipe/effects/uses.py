@@ -127,6 +127,9 @@ _ALWAYS_RUN = ("forward", "__call__", "__getattr__", "__getattribute__")
 _IS_GRAD_ENABLED = torch.is_grad_enabled
 """Torch's own: while a trace runs, a function around it stands in its place."""
 
+_OF_GLOBALS = frozenset("LOAD_GLOBAL STORE_GLOBAL DELETE_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS".split())
+"""Instructions that a global may be looked up by; those of the body of a class inside a function are among them."""
+
 _Result = TypeVar("_Result")
 
 
@@ -156,6 +159,8 @@ class CodeUses:
     """Whether it assigns items or calls methods that change containers."""
     reads_any_name: bool = False
     """Whether it makes up names of attributes that it reads."""
+    variables: frozenset[str] = frozenset()
+    """Names that it looks up among globals, and not as attributes."""
 
     @staticmethod
     def of(codes: Iterable[types.CodeType]) -> CodeUses:
@@ -167,6 +172,7 @@ class CodeUses:
             any(part.rebinds for part in parts),
             any(part.changes_items for part in parts),
             "__dict__" in reads or any(part.reads_any_name for part in parts),
+            frozenset().union(*(part.variables for part in parts)),
         )
 
 
@@ -175,6 +181,7 @@ def _uses_of_code(code: types.CodeType) -> CodeUses:
     """What one function does, without those inside it."""
     reads: set[str] = set()
     sets: set[str] = set()
+    variables: set[str] = set()
     rebinds = items = False
     for instruction in dis.get_instructions(code):
         name = str(instruction.argval)
@@ -183,13 +190,16 @@ def _uses_of_code(code: types.CodeType) -> CodeUses:
             items |= name in _CHANGING
         elif instruction.opname == "STORE_ATTR":
             sets.add(name)
+        elif instruction.opname in _OF_GLOBALS:
+            variables.add(name)
         rebinds |= instruction.opname == "STORE_GLOBAL"
         rebinds |= instruction.opname == "STORE_DEREF" and name in code.co_freevars
         items |= instruction.opname == "STORE_SUBSCR"
     if "getattr" in code.co_names:
         reads.update(constant for constant in code.co_consts if isinstance(constant, str))
     asks_by_name = not {"getattr", "vars"}.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars))
-    return CodeUses(frozenset(reads), frozenset(sets), rebinds, items, asks_by_name and _makes_up_names(code))
+    makes_up_names = asks_by_name and _makes_up_names(code)
+    return CodeUses(frozenset(reads), frozenset(sets), rebinds, items, makes_up_names, frozenset(variables))
 
 
 def _makes_up_names(code: types.CodeType) -> bool:

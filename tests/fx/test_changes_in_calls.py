@@ -294,3 +294,22 @@ def test_a_global_dtype_is_compared_before_every_call(monkeypatch: pytest.Monkey
     assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
     monkeypatch.setitem(globals(), "OUTPUT_DTYPE", torch.float64)
     assert "global OUTPUT_DTYPE holds something else now" in str(guards.check((), vectors(3, 6)))
+
+
+step = 0
+
+
+class HasAnAttributeNamedAsAGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(x)
+
+
+def test_a_global_of_the_same_name_as_an_attribute_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = trace(HasAnAttributeNamedAsAGlobal(), (), vectors(3, 6)).guards
+    assert isinstance(guards, Guards)
+    monkeypatch.setitem(globals(), "step", 1)  # as a loop in the file of the model does
+    assert guards.check((), vectors(3, 6)) is None

@@ -111,7 +111,7 @@ def test_a_thread_that_has_ended_with_work_left_can_not_go_on(monkeypatch):
     def fails(*given):
         raise MemoryError
 
-    monkeypatch.setattr(threads, "_tell", fails)
+    monkeypatch.setattr(threads, "_tell", fails)  # private, since nothing public ends a thread
     counter = Counter()
     thread = TaskThread("roundpipe test ends", board=counter.board)
     thread.submit(fails)

@@ -101,7 +101,7 @@ class Retry(BaseException):
 
     def summary(self) -> str:
         """The error in a line."""
-        text = said(self.error).strip().split("\n")[0][:300]
+        text = said(self.error or Exception()).strip().split("\n")[0][:300]
         return text if isinstance(self.error, TraceError) else f"{type(self.error).__name__}: {text}"
 
 
