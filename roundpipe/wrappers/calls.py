@@ -37,7 +37,15 @@ from roundpipe.runtime.config import (
     resolve,
 )
 from roundpipe.runtime.engine.builder import StepBuilder
-from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
+from roundpipe.runtime.engine.losses import (
+    LossWeights,
+    Mean,
+    OwnMean,
+    gradient_scale_of,
+    scale_of,
+    sum_losses,
+    tell_weights,
+)
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
@@ -94,7 +102,7 @@ class ChainRunner(Runner):
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        self._loss_warnings.look_at_outputs(outputs, config, scalars := _own_weights(calls))
+        self._loss_warnings.look_at_outputs(outputs, config, scalars := _own_weights(calls) if len(outputs) > 1 else {})
         return merge(outputs, config, scalars=scalars)
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -153,7 +161,7 @@ class ChainRunner(Runner):
             merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
-        self._loss_warnings.look(weights, len(losses), training.options, self.config)
+        self._loss_warnings.look(weights, len(losses) * training.num_ranks, training.options, self.config)
         if config.loss_reduction == "mean":
             self._loss_warnings.look_at_labels([label for call in calls for label in call.labels], weights)
         total = sum_losses(losses, scale)
@@ -273,8 +281,8 @@ class ChainRunner(Runner):
                 first = call.first_microbatch - first_microbatch
                 own = None if shares is None else shares[first : first + call.num_microbatches]
                 call.mean = Mean(own, pieces.num_microbatches, is_whole, share=share)
-        if loss_fn is not None and pieces.num_microbatches > 1:
-            _note_own_losses(calls)
+        if loss_fn is not None and (pieces.num_microbatches > 1 or share is not None):
+            _note_own_losses(calls, has_ranks=share is not None)
         self.last_chain = calls[-1].chain
         return calls, options
 
@@ -295,8 +303,6 @@ class ChainRunner(Runner):
 
 def _own_weights(calls: Sequence[Call]) -> dict[Path, list[float] | None]:
     """What each microbatch counts for in scalars that the model computes itself, as far as its graphs tell."""
-    if sum(call.num_microbatches for call in calls) == 1:
-        return {}
     weights: list[dict[Path, list[float] | None]] = []
     for call in calls:
         microbatches = list(zip(call.args, call.kwargs, strict=True))
@@ -311,16 +317,17 @@ def _own_weights(calls: Sequence[Call]) -> dict[Path, list[float] | None]:
     }
 
 
-def _note_own_losses(calls: Sequence[Call]) -> None:
+def _note_own_losses(calls: Sequence[Call], *, has_ranks: bool) -> None:
     """Tell each round the shares of its microbatches in means that the model computes itself."""
     if calls[0].mean is None:
         return
     for path, weights in _own_weights(calls).items():
         if weights is not None:
-            total = sum(weights)  # 0: each is a mean over nothing, and so is the whole
-            rest = iter(weight / total if total else 1.0 for weight in weights)
+            total = sum(weights)  # 0: each is a mean over nothing, and so is the whole, unless other ranks have some
+            rest = iter(weight / total if total else float(not has_ranks) for weight in weights)
             for call in calls:
-                call.own_shares = {**call.own_shares, path: list(itertools.islice(rest, call.num_microbatches))}
+                own = OwnMean(list(itertools.islice(rest, call.num_microbatches)), total)
+                call.own_means = {**call.own_means, path: own}
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

@@ -53,7 +53,9 @@ class LossWarnings:
         """Calls whose scalars were read from a device."""
 
     def look(self, weights: Sequence[LossWeights], number: int, *options: RoundPipeRunConfig | None) -> None:
-        """After a call of a ``number`` of microbatches; ``options`` are those given, those of the call first."""
+        """After a call of a ``number`` of microbatches, for a mean over ranks about those of all; ``options`` are those
+        given, those of the call first.
+        """
         kind = next((each.own for each in weights if each.own is not None), None)
         given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)
         is_certain = kind != "unknown" or given != "sum"
@@ -64,7 +66,7 @@ class LossWarnings:
 
     def look_at_labels(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
         """After a call whose loss is a mean that ``loss_fn`` computes; ``labels`` are those of the microbatches."""
-        is_counted = any(each.has_given or each.own_counts for each in weights)
+        is_counted = any(each.has_given or each.own_total is not None for each in weights)
         if self._has_warned or is_counted or len(labels) == 1:
             return
         shares = [_share_of_targets(label) for label in labels]

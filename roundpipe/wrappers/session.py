@@ -352,6 +352,11 @@ class TrainingCall:
     share: CallShare | None = None
     """With other ranks, and a loss that is a mean over the batches of all: what this one counts for."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Whose losses make up one mean."""
+        return 1 if self.share is None else self.share.num_ranks
+
 
 class Runner(ABC):
     """Runs the calls of one model; see `RoundPipe` for what its methods do."""

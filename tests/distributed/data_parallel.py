@@ -40,10 +40,17 @@ class WithUnused(nn.Sequential):
         self[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
 
 
-def make_model(seed: int = 0) -> nn.Module:
+class WithLoss(WithUnused):
+    """Computes its own loss, a mean over the targets that count."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(x), target)
+
+
+def make_model(seed: int = 0, kind: type[nn.Sequential] = WithUnused) -> nn.Module:
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)]
-    return WithUnused(*layers).double()
+    return kind(*layers).double()
 
 
 def masked_error(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,11 +67,15 @@ class Kind:
     num_calls: int = 1
     """Per update."""
     loss: str = "samples"
-    """What the mean is over, ``samples`` or ``weights``; or ``sum``."""
+    """What the mean is over, ``samples`` or ``weights``, or targets that the model counts, ``own``; or ``sum``."""
     scope: str = "microbatch"
     devices: int = 2
-    wrapper: type[RoundPipe] = RoundPipe
+    wrapper: Callable[..., Any] = RoundPipe
     shard: bool = False
+    microbatches: int = 2
+
+    def make_model(self, seed: int = 0) -> nn.Module:
+        return make_model(seed, WithLoss if self.loss == "own" else WithUnused)
 
     def batches(self, step: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Per call, each rank's inputs and targets; ranks have different numbers of samples, the last few at the end.
@@ -81,6 +92,9 @@ class Kind:
                 if self.loss == "weights":
                     y[torch.rand(y.shape, generator=generator) < 0.3] = torch.nan
                     y[:] = torch.nan if step == 4 and rank == size - 1 else y
+                if self.loss == "own":
+                    ignored = torch.rand(num_samples, generator=generator) < 0.4
+                    y = y.argmax(-1).masked_fill(ignored | (step == 4 and rank == size - 1), -100)
                 parts.append((x, y))
             calls.append(parts)
         return calls
@@ -89,17 +103,19 @@ class Kind:
 def loss_of(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor], Any]:
     if kind.loss == "weights":
         return masked_error
+    if kind.loss == "own":
+        return lambda outputs, target: outputs
     return F.mse_loss if kind.loss == "samples" else lambda outputs, target: (outputs - target).square().sum()
 
 
 def reference(kind: Kind) -> dict[str, torch.Tensor]:
     """The weights after training in one process, on what all ranks have together; one step stale if asynchronous."""
-    model = make_model()
+    model = kind.make_model()
     trained, optimizer = copy.deepcopy(model), torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(NUM_STEPS):
         for parts in kind.batches(step):
             inputs, target = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-            loss = loss_of(kind)(trained(inputs), target)
+            loss = trained(inputs, target) if kind.loss == "own" else loss_of(kind)(trained(inputs), target)
             loss = loss[0] if kind.loss == "weights" else loss
             (loss / len(parts) if kind.loss == "sum" else loss).backward()
         for parameter, other in zip(model.parameters(), trained.parameters(), strict=True):
@@ -117,8 +133,8 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
     """The weights after each training on these ranks; every rank starts with others."""
     results = []
     for kind in kinds:
-        model = make_model(seed=dist.get_rank())
-        config = RoundPipeRunConfig(num_microbatch=2, loss_scope=kind.scope)
+        model = kind.make_model(seed=dist.get_rank())
+        config = RoundPipeRunConfig(num_microbatch=kind.microbatches, loss_scope=kind.scope)
         has_gpu = dist.get_backend() == "nccl"
         devices = [f"cuda:{torch.cuda.current_device()}"] if has_gpu else ["cpu"] * (kind.devices + dist.get_rank())
         options: dict[str, Any] = {"devices": devices, "process_group": "world", "shard_optimizer": kind.shard}
@@ -134,7 +150,8 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
             for step in range(NUM_STEPS):
                 for parts in kind.batches(step):
                     inputs, target = parts[dist.get_rank()]
-                    pipe.forward_backward((inputs,), label=target, loss_fn=loss_of(kind), loss_reduction=reduction)
+                    args = (inputs, target) if kind.loss == "own" else (inputs,)
+                    pipe.forward_backward(args, label=target, loss_fn=loss_of(kind), loss_reduction=reduction)
                 pipe.step(update, is_async=kind.is_async)
             pipe.synchronize()
             results.append({name: tensor.clone() for name, tensor in model.state_dict().items()})

@@ -39,6 +39,8 @@ KINDS = [
     Kind(loss="weights", wrapper=roundpipe.AutoRoundPipe),
     Kind(shard=True, loss="weights", num_calls=2),
     Kind(shard=True, is_async=True),
+    Kind(loss="own", num_calls=2, wrapper=roundpipe.compile),
+    Kind(loss="own", is_async=True, microbatches=1, devices=1, wrapper=roundpipe.compile),
 ]
 
 

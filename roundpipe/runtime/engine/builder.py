@@ -117,7 +117,7 @@ class StepBuilder:
             spec,
             loss_fn=call.loss_fn,
             mean=call.mean,
-            own_shares=call.own_shares,
+            own_means=call.own_means,
             labels=call.labels,
             return_outputs=return_outputs,
             output_device=call.config.output_device,

@@ -66,6 +66,16 @@ class Mean:
     """If other ranks have parts of the batch: what this one's counts for."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnMean:
+    """A mean that the model computes itself, over what its arguments tell."""
+
+    shares: Sequence[float]
+    """Each microbatch's of the step, of all in the call."""
+    total: float
+    """How many elements the call has that the mean is over."""
+
+
 class LossWeights:
     """What each microbatch's loss counts for in a step; whichever thread has a loss tells it."""
 
@@ -77,8 +87,8 @@ class LossWeights:
         """Sum of the weights that ``loss_fn`` has given."""
         self.own: OwnKind | None = None
         """What is known of the model's own loss, if that counts as the call says and not by its own weights."""
-        self.own_counts = False
-        """Whether the loss is a mean of the model's own, by its targets."""
+        self.own_total: float | None = None
+        """Of the call, how many elements the loss is a mean over; None: it is no such mean of the model's own."""
         self.reference = None if mean is None else mean.reference
 
     def apply(
@@ -86,17 +96,18 @@ class LossWeights:
         losses: Losses,
         microbatch: int,
         own: OwnKind | None = None,
-        own_shares: Sequence[float] | None = None,
+        own_mean: OwnMean | None = None,
     ) -> None:
         """Multiply the losses of one microbatch by what they count for, before their backward.
 
-        ``own`` is not None if the loss is one that the model has computed itself, ``own_shares`` if it is a mean by
+        ``own`` is not None if the loss is one that the model has computed itself, ``own_mean`` if it is a mean by
         shares that are known.
         """
         mean, weight = self._mean, losses.weight
-        if own is not None and weight is None and not own_shares:
+        if own is not None and weight is None and own_mean is None:
             self.own = "unknown" if own == "mean" and mean is not None else own
-        self.own_counts |= bool(own_shares)
+        if own_mean is not None:
+            self.own_total = own_mean.total
         if mean is None:
             return
         with self._lock:
@@ -105,7 +116,7 @@ class LossWeights:
             if self._has_given is (weight is None):
                 raise LossError(GIVEN_SOMETIMES)
             if weight is None:
-                factor = own_shares[microbatch] if own_shares else _share(mean, microbatch)
+                factor = own_mean.shares[microbatch] if own_mean is not None else _share(mean, microbatch)
             else:
                 self.total += weight
                 if self.reference is None and weight:
@@ -141,7 +152,7 @@ def scale_of(weights: Sequence[LossWeights]) -> float:
     """What gradients and losses of steps with one reference are to be multiplied by; NaN for a mean over nothing."""
     given = [each for each in weights if each.has_given]
     if not given:
-        return 1.0
+        return math.nan if any(each.own_total == 0 for each in weights) else 1.0
     if len(given) < len(weights):
         raise LossError(GIVEN_SOMETIMES)
     total, reference = sum(each.total for each in given), given[-1].reference
@@ -151,8 +162,9 @@ def scale_of(weights: Sequence[LossWeights]) -> float:
 def tell_weights(weights: Sequence[LossWeights], share: CallShare | None) -> None:
     """Tell the other ranks what the losses of a call weigh, once all are known."""
     if share is not None:
+        own = next((each.own_total for each in weights if each.own_total is not None), None)
         has_given = any(each.has_given for each in weights)
-        share.tell(sum(each.total for each in weights) if has_given else None)
+        share.tell(sum(each.total for each in weights) if has_given else own)
 
 
 def gradient_scale_of(weights: Sequence[LossWeights], share: CallShare | None) -> float:

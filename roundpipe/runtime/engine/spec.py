@@ -28,7 +28,7 @@ from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.allocator_room import StepRetries
-from roundpipe.runtime.engine.losses import Mean
+from roundpipe.runtime.engine.losses import Mean, OwnMean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
@@ -60,8 +60,8 @@ class Call:
     loss_fn: LossFunction | None = None
     mean: Mean | None = None
     """How the losses of its microbatches make up one; None: a sum."""
-    own_shares: Mapping[Path, Sequence[float]] = field(default_factory=dict)
-    """By place in the outputs of a mean that the model computes itself, each microbatch's share, for a `mean`."""
+    own_means: Mapping[Path, OwnMean] = field(default_factory=dict)
+    """By place in the outputs of a mean that the model computes itself, what is known of it, for a `mean`."""
     tiles: Tiles = UNTILED
     """What the planner has chosen."""
     may_replicate: bool = False
@@ -206,7 +206,7 @@ class StepSpec:
     """None: the step ends with the model's outputs, or is a backward."""
     mean: Mean | None = None
     """See `Call`."""
-    own_shares: Mapping[Path, Sequence[float]] = field(default_factory=dict)
+    own_means: Mapping[Path, OwnMean] = field(default_factory=dict)
     """See `Call`."""
     tail: Tail | None = None
     """Runs in place of the last layer, the exit and ``loss_fn``."""

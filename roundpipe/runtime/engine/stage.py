@@ -129,8 +129,8 @@ class Stage:
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
             place = next(iter(tail.first_loss), None) if tail else place_of(losses.tensors[0], outputs)
             kind = None if place is None else self.spec.chain.kind_of_loss(place)
-            shares = None if place is None else self.spec.own_shares.get(place)
-            self.weights.apply(losses, microbatch, kind, shares)
+            own_mean = None if place is None else self.spec.own_means.get(place)
+            self.weights.apply(losses, microbatch, kind, own_mean)
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses

@@ -54,7 +54,7 @@ class RankState:
     """Of the parameters that are updated."""
     is_async: bool = False
     gives_weights: bool = False
-    """Whether ``loss_fn`` returns weights; else samples count."""
+    """Whether the loss does, from ``loss_fn`` or as a mean of the model's own over its targets; else samples count."""
     has_failed: bool = False
     weight: float = 0.0
 
@@ -63,7 +63,7 @@ class RankState:
             return "has failed"
         call = f"call {self.num_calls} of forward_backward"
         if self.action == Action.CALL:
-            return f"runs {call}, {'with weights from loss_fn' if self.gives_weights else 'by samples'}"
+            return f"runs {call}, {'with weights of its loss' if self.gives_weights else 'by samples'}"
         kind = "asynchronous " if self.is_async else ""
         what = {
             Action.STEP: f"makes {kind}update {self.num_steps} of {self.num_elements} elements",
@@ -125,13 +125,14 @@ class CallShare(Turn):
     A context around the call, which fails if the call does.
     """
 
-    def __init__(self, board: Board, state: RankState, num_samples: int | None) -> None:
+    def __init__(self, board: Board, state: RankState, num_samples: int | None, num_ranks: int) -> None:
         super().__init__(board, state)
+        self.num_ranks = num_ranks
         self._num_samples = num_samples
         self._factor = 1.0
 
     def tell(self, given: float | None) -> None:
-        """The losses of this rank are known: the sum of their weights, or None if ``loss_fn`` gives none."""
+        """The losses of this rank are known: the sum of their weights, or None if there are none."""
         if self.is_ready or self.error is not None:
             return
         weight = self._num_samples if given is None else given
@@ -211,7 +212,7 @@ class Ranks:
 
     def share(self, num_samples: int | None) -> CallShare:
         """The turn of a ``forward_backward`` whose loss is a mean; after `num_calls` was counted."""
-        share = CallShare(self.board, RankState(Action.CALL, self.num_calls, 0), num_samples)
+        share = CallShare(self.board, RankState(Action.CALL, self.num_calls, 0), num_samples, self._group.size)
         self.submit(share)
         return share
 
