@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,9 +165,9 @@ def averages_during_the_backward() -> list[bool]:
     plan = roundpipe.ExecutePlan(forward=[(0, 2)], fused=(2, 4), backward=[(0, 2)])
     config, x = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan), torch.ones(2, WIDTH)
 
-    def noted(group: RankGroup, tensor: torch.Tensor) -> None:
-        add_up(group, tensor)
-        if tensor.is_floating_point():
+    def noted(group: RankGroup, flats: Sequence[torch.Tensor], divisor: int = 1) -> None:
+        add_up(group, flats, divisor)
+        if all(flat.is_floating_point() for flat in flats):
             averaged.set()
 
     def late(download: Download, scale: float = 1.0) -> None:

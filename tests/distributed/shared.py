@@ -39,14 +39,16 @@ def transfers(shares: bool) -> list[torch.Tensor]:
             for count in (0, 1, 7, 500):
                 own = (torch.arange(count) % 11 + 100 * rank).to(dtype)
                 total = own.clone()
-                group.add_up(total)
+                group.add_up([total])
+                several = [own.clone(), own[: count // 3].clone(), own.new_empty(0), own.clone()]
+                group.add_up(several, size if dtype.is_floating_point else 1)
                 lengths = [count // size + (index == 0) for index in range(size)]
                 sent = torch.arange(sum(lengths)).remainder(13).add(50 * rank).to(dtype)
                 received = torch.empty(size, lengths[rank], dtype=dtype)
                 group.swap(received, sent, lengths)
                 found = torch.empty(size, count, dtype=dtype)
                 group.collect(found, own)
-                arrived += [total, received, found]
+                arrived += [total, *several, received, found]
     group.close()
     return arrived
 

@@ -36,9 +36,9 @@ def train(shards: bool, bytes_per_s: float) -> Measured:
         sent[0] += num_bytes
         time.sleep(num_bytes / bytes_per_s)
 
-    def slow_add_up(group: RankGroup, tensor: torch.Tensor) -> None:
-        add_up(group, tensor)
-        travel(2 * tensor.nbytes * (size - 1) / size)
+    def slow_add_up(group: RankGroup, flats: list[torch.Tensor], divisor: int = 1) -> None:
+        add_up(group, flats, divisor)
+        travel(2 * sum(flat.nbytes for flat in flats) * (size - 1) / size)
 
     def slow_swap(group: RankGroup, received: torch.Tensor, parts: torch.Tensor, lengths: list[int]) -> None:
         swap(group, received, parts, lengths)

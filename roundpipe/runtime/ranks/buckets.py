@@ -85,15 +85,15 @@ def average(pairs: Sequence[ParameterPair], group: RankGroup, space: Workspace) 
         if pair.copy.grad is None:
             pair.copy.grad = torch.zeros_like(pair.copy)
         gradients.append(pair.copy.grad)
-    if len(gradients) == 1 and gradients[0].is_contiguous():
-        group.add_up(gradients[0])
-        gradients[0].div_(group.size)
-    elif gradients:
-        flat = space.joined("gradients", [gradient.contiguous() for gradient in gradients])
-        group.add_up(flat)
-        flat.div_(group.size)
-        for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view(gradient.shape))
+    if not gradients:
+        return
+    if all(each.is_contiguous() for each in gradients) and (group.joins or len(gradients) == 1):
+        group.add_up([gradient.view(-1) for gradient in gradients], group.size)
+        return
+    flat = space.joined("gradients", [gradient.contiguous() for gradient in gradients])
+    group.add_up([flat], group.size)
+    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view(gradient.shape))
 
 
 def scatter(pairs: Sequence[ParameterPair], group: RankGroup, shard: Shard, space: Workspace) -> None:

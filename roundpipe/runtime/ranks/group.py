@@ -87,12 +87,22 @@ class RankGroup:
         """Make a few numbers the sums of all ranks', in place."""
         self._open().allreduce([numbers]).wait()
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Make a contiguous tensor the sum of all ranks', in place and the same bits everywhere."""
+    @property
+    def joins(self) -> bool:
+        """Whether several tensors travel as fast as one that they were copied into."""
+        return self._memory is not None
+
+    def add_up(self, flats: Sequence[torch.Tensor], divisor: int = 1) -> None:
+        """Make tensors of one dimension and one dtype the sums of all ranks' over a divisor, the same bits everywhere.
+
+        In place; see `joins`.
+        """
         if self._memory is not None:
-            self._memory.add_up(tensor.view(-1))
-        else:
-            self._open().allreduce([tensor]).wait()
+            return self._memory.add_up(flats, divisor)
+        for flat in flats:
+            self._open().allreduce([flat]).wait()
+            if divisor != 1:
+                flat.div_(divisor)
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> None:
         """Send each rank its part of one dimension, of these lengths; receive a row from each, as long as its own."""

@@ -18,7 +18,7 @@ import mmap
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,20 +79,28 @@ class SharedMemory:
         self._meet = meet
         self._turn = 0
 
-    def add_up(self, flat: torch.Tensor) -> None:
-        """Make a tensor of one dimension the sum of all ranks': each rank adds up a part of every piece."""
-        for piece in flat.split(SLOT_BYTES // flat.itemsize):
-            slots = self._next_slots(flat.dtype)
-            parts = [Shard(rank, len(slots)).bounds(len(piece)) for rank in range(len(slots))]
-            slots[self._rank][: len(piece)].copy_(piece)
+    def add_up(self, flats: Sequence[torch.Tensor], divisor: int = 1) -> None:
+        """Make tensors of one dimension and one dtype the sums of all ranks' over a divisor, as if they were one.
+
+        It goes in pieces as large as a slot, of each of which each rank adds up a part.
+        """
+        length, room = sum(map(len, flats)), SLOT_BYTES // flats[0].itemsize
+        for start in range(0, length, room):
+            slots, stop = self._next_slots(flats[0].dtype), min(start + room, length)
+            for part, place in _parts(flats, start, stop):
+                slots[self._rank][place].copy_(part)
             self._meet()
-            own = parts[self._rank]
+            shares = [Shard(rank, len(slots)).bounds(stop - start) for rank in range(len(slots))]
+            own = slots[self._rank][shares[self._rank]]
             for rank, slot in enumerate(slots):
                 if rank != self._rank:
-                    slots[self._rank][own].add_(slot[own])
+                    own.add_(slot[shares[self._rank]])
+            if divisor != 1:
+                own.div_(divisor)
             self._meet()
-            for slot, part in zip(slots, parts, strict=True):
-                piece[part].copy_(slot[part])
+            for slot, share in zip(slots, shares, strict=True):
+                for part, place in _parts(flats, start + share.start, start + share.stop):
+                    part.copy_(slot[share][place])
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> None:
         """Send each rank its part of one dimension, of these lengths; receive a row from each, as long as its own."""
@@ -121,6 +129,16 @@ class SharedMemory:
         self._turn = 1 - self._turn
         count, offset = SLOT_BYTES // dtype.itemsize, self._turn * SLOT_BYTES
         return [torch.frombuffer(slots, dtype=dtype, count=count, offset=offset) for slots in self._slots]
+
+
+def _parts(flats: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """What of tensors, one after the other, lies between two elements of theirs, each with its place there."""
+    begin = 0
+    for flat in flats:
+        first, last = max(start - begin, 0), min(stop - begin, len(flat))
+        if first < last:
+            yield flat[first:last], slice(begin + first - start, begin + last - start)
+        begin += len(flat)
 
 
 def _host() -> str:
