@@ -14,7 +14,7 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -159,8 +159,18 @@ class OwnLoss:
 
     path: Path
     """Where it is in the output."""
-    weight: Callable[[tuple[Any, ...], dict[str, Any]], float] | None
-    """From a microbatch's arguments, what it counts for in the mean that the scalar is; None: it is a sum."""
+    weights: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], float]]
+    """By name of a mean that it adds up, from a microbatch's arguments, what that counts for; none: it is a sum."""
+    has_terms: bool = False
+    """Whether the graph weighs its terms (`roundpipe.core.term_shares`); else it is a sum or one mean."""
+
+    def is_like(self, other: OwnLoss) -> bool:
+        """Whether it has as many means, weighed in the same way."""
+        return self.has_terms is other.has_terms and self.weights.keys() == other.weights.keys()
+
+    def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+        """What a microbatch counts for in each mean."""
+        return {name: weight(args, kwargs) for name, weight in self.weights.items()}
 
 
 class Entry(Protocol):
@@ -225,7 +235,7 @@ class LayerChain(nn.Sequential):
     def kind_of_loss(self, path: Path) -> OwnKind:
         """What is known of the scalar at some place in the model's outputs."""
         found = next((own for own in self.own_losses if own.path == path), None)
-        return "unknown" if found is None else "sum" if found.weight is None else "mean"
+        return "unknown" if found is None else "mean" if found.weights else "sum"
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, all layers run in turn where they are."""

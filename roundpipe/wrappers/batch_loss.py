@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import GradientNote, RaisedIn
+from roundpipe.core.errors import GradientNote, LossError, RaisedIn
 from roundpipe.runtime.config import RoundPipeRunConfig, microbatch_count
-from roundpipe.runtime.engine.losses import read_losses
+from roundpipe.runtime.engine.losses import WEIGHTS_UNKNOWN, read_losses
 from roundpipe.wrappers.session import Session, TrainingCall
 
 
@@ -35,6 +35,8 @@ def train_on_batch(
             losses = read_losses(training.loss_fn(on_device, label), is_mean=is_mean)
         del on_device
         if training.share is not None:
+            if isinstance(losses.weight, list):
+                raise LossError(WEIGHTS_UNKNOWN)
             training.share.tell(losses.weight)
             factor = training.share.factor()
             losses.values = [tensor.detach() for tensor in losses.tensors]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
-from roundpipe.core.trees import Path
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.reports.partition_table import partition_table
@@ -37,15 +35,7 @@ from roundpipe.runtime.config import (
     resolve,
 )
 from roundpipe.runtime.engine.builder import StepBuilder
-from roundpipe.runtime.engine.losses import (
-    LossWeights,
-    Mean,
-    OwnMean,
-    gradient_scale_of,
-    scale_of,
-    sum_losses,
-    tell_weights,
-)
+from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
@@ -60,6 +50,7 @@ from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 from roundpipe.wrappers.tails import TailSource
+from roundpipe.wrappers.term_counts import count_loss, count_outputs, weighed_outputs
 from roundpipe.wrappers.variants import JointChain, JointChains
 
 
@@ -100,9 +91,10 @@ class ChainRunner(Runner):
         calls, options = self._calls(args, kwargs, config, options, first_microbatch=first_microbatch)
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
+        scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        self._loss_warnings.look_at_outputs(outputs, config, scalars := _own_weights(calls) if len(outputs) > 1 else {})
+        self._loss_warnings.look_at_outputs(outputs, config, scalars)
         return merge(outputs, config, scalars=scalars)
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -124,6 +116,7 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
+        count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
         reads = session.optimizer.may_have_twins and has_backward and self._reads_weights(training.loss_fn)
         alone = self._wait_for_weights(training.loss_fn)
         losses: list[Any] = []
@@ -158,7 +151,7 @@ class ChainRunner(Runner):
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
-            merged = merge(outputs, config) if training.return_outputs else None
+            merged = merge(outputs, config, scalars=weighed_outputs(calls)) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses) * training.num_ranks, training.options, self.config)
@@ -281,8 +274,6 @@ class ChainRunner(Runner):
                 first = call.first_microbatch - first_microbatch
                 own = None if shares is None else shares[first : first + call.num_microbatches]
                 call.mean = Mean(own, pieces.num_microbatches, is_whole, share=share)
-        if loss_fn is not None and (pieces.num_microbatches > 1 or share is not None):
-            _note_own_losses(calls, has_ranks=share is not None)
         self.last_chain = calls[-1].chain
         return calls, options
 
@@ -299,35 +290,6 @@ class ChainRunner(Runner):
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
         tensors = {id(each) for each in tensors_reached_by(function)}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
-
-
-def _own_weights(calls: Sequence[Call]) -> dict[Path, list[float] | None]:
-    """What each microbatch counts for in scalars that the model computes itself, as far as its graphs tell."""
-    weights: list[dict[Path, list[float] | None]] = []
-    for call in calls:
-        microbatches = list(zip(call.args, call.kwargs, strict=True))
-        own = {loss.path: loss.weight for loss in call.chain.own_losses}
-        weights.append(
-            {path: None if weight is None else [weight(*each) for each in microbatches] for path, weight in own.items()}
-        )
-    return {
-        path: None if first is None else [one for each in weights for one in each[path] or ()]
-        for path, first in weights[0].items()
-        if all(path in each and (each[path] is None) is (first is None) for each in weights)
-    }
-
-
-def _note_own_losses(calls: Sequence[Call], *, has_ranks: bool) -> None:
-    """Tell each round the shares of its microbatches in means that the model computes itself."""
-    if calls[0].mean is None:
-        return
-    for path, weights in _own_weights(calls).items():
-        if weights is not None:
-            total = sum(weights)  # 0: each is a mean over nothing, and so is the whole, unless other ranks have some
-            rest = iter(weight / total if total else float(not has_ranks) for weight in weights)
-            for call in calls:
-                own = OwnMean(list(itertools.islice(rest, call.num_microbatches)), total)
-                call.own_means = {**call.own_means, path: own}
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

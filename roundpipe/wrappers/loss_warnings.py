@@ -32,7 +32,7 @@ _TEXTS = {
     ("mean", "unknown"): (
         "is put together by the samples of the {number} microbatches, since nothing tells what it is a mean of. If it "
         "is one over tokens, padding makes that differ from the whole batch: let loss_fn return (loss, number of "
-        "targets)"
+        "targets), or of several means ([first, second], [number of targets, number of targets])"
     ),
 }
 """By the reduction and by what is known of the loss."""
@@ -66,7 +66,7 @@ class LossWarnings:
 
     def look_at_labels(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
         """After a call whose loss is a mean that ``loss_fn`` computes; ``labels`` are those of the microbatches."""
-        is_counted = any(each.has_given or each.own_total is not None for each in weights)
+        is_counted = any(each.has_given or each.is_counted for each in weights)
         if self._has_warned or is_counted or len(labels) == 1:
             return
         shares = [_share_of_targets(label) for label in labels]
@@ -76,7 +76,7 @@ class LossWarnings:
                 f"loss_reduction='mean' counts the {len(labels)} microbatches by their samples, and label has other "
                 f"numbers of {IGNORED} in each, which losses such as cross_entropy ignore. If the loss is a mean over "
                 f"the others, it differs from that of the whole batch: let loss_fn return (loss, (label != {IGNORED})"
-                ".sum())"
+                ".sum()), or of several means ([first, second], [weight, weight])"
             )
 
     def look_at_outputs(

@@ -24,11 +24,13 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.codegen import Layer, OutputExit
+from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.trace.loss import is_same, trace_loss
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
-from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.losses import checked_weight
+from roundpipe.runtime.engine.spec import Call, LossFunction
 from roundpipe.wrappers.features import hooked_for_loss
 from roundpipe.wrappers.variants import JointChain, JointTail
 
@@ -55,13 +57,25 @@ class _KnownTail:
     chain: weakref.ref[LayerChain]
     function: Any
     num_microbatches: int
+    weighs_terms: bool
     traced: GuardedGraph
     tail: JoinedTail
+    counted: CountedLosses | None
+    """What its graph tells of its terms."""
 
     @property
     def is_light(self) -> bool:
         """Whether it may be kept beside others of the same code: what it holds, such as a mask, is not large."""
         return sum(tensor.nbytes for tensor in trees.tensors(self.traced.constants)) <= MAX_CONSTANT_BYTES
+
+
+class CountedLoss(NamedTuple):
+    """The loss of one microbatch, whose graph weighs its terms."""
+
+    counts: dict[str, float]
+    """By name of a term, what it counts for."""
+    function: LossFunction
+    """What computes it as ``loss_fn`` does."""
 
 
 class TailSource:
@@ -84,6 +98,29 @@ class TailSource:
             tails = {number: own for number, each in calls.items() if (own := each.tail) is not None}
             is_alike = len({tuple(own.first_loss) for own in tails.values()}) == 1
             return JointTail(tails) if len(tails) == len(calls) and is_alike else None
+        if (found := self._find(call)) is None:
+            return None
+        known, examples = found
+        for example in examples:
+            known.tail.add_tiles(call.chain[-1], example.carry, example.label)
+        return known.tail
+
+    def counted(self, call: Call) -> list[CountedLoss] | None:
+        """The losses of the microbatches; None if their graph, and that of the model's own losses, don't tell."""
+        if isinstance(call.chain, JointChain):
+            by_chain = {number: self.counted(each) for number, each in call.chain.calls(call).items()}
+            in_turn = {number: iter(own) for number, own in by_chain.items() if own is not None}
+            if len(in_turn) < len(by_chain):
+                return None
+            return [next(in_turn[call.chain.number_of(kwargs)]) for kwargs in call.kwargs]
+        found = self._find(call)
+        if found is None or (counted := found[0].counted) is None:
+            return None
+        microbatches = zip(call.args, call.kwargs, call.labels, strict=True)
+        counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
+        return [CountedLoss(own, found[0].tail.loss) for own in counts]
+
+    def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
             return None
@@ -98,7 +135,7 @@ class TailSource:
             for position, known in enumerate(self._known):
                 if self._serves(known, call) and _misfit(known.traced, examples) is None:
                     self._known.insert(0, self._known.pop(position))
-                    return self._in_tiles(known.tail, call, examples)
+                    return known, examples
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
             except TraceError as error:
@@ -106,21 +143,19 @@ class TailSource:
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
+        counted = count_losses(traced, call.chain.own_losses) if call.weighs_terms else None
         tail = JoinedTail(last, exit, traced)
-        known = _KnownTail(weakref.ref(call.chain), function, call.total_microbatches, traced, tail)
+        known = _KnownTail(
+            weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted
+        )
         others = [other for other in self._known if other.is_light or code_of(other.function) != code]
         self._known = [known, *others][:MAX_TAILS]
-        return self._in_tiles(tail, call, examples)
-
-    def _in_tiles(self, tail: JoinedTail, call: Call, examples: Collection[Example]) -> Tail:
-        for example in examples:
-            tail.add_tiles(call.chain[-1], example.carry, example.label)
-        return tail
+        return known, examples
 
     def _serves(self, known: _KnownTail, call: Call) -> bool:
         return (
             known.chain() is call.chain
-            and known.num_microbatches == call.total_microbatches
+            and (known.num_microbatches, known.weighs_terms) == (call.total_microbatches, call.weighs_terms)
             and is_same(known.function, call.loss_fn)
         )
 

@@ -98,7 +98,8 @@ class JointChain(LayerChain):
         """By number of a chain, a call of those microbatches that run by it; one without a number runs by the first."""
         calls: dict[int, Call] = {}
         for args, kwargs, label in zip(call.args, call.kwargs, call.labels, strict=True):
-            number = (kwargs := dict(kwargs)).pop(VARIANT, 0)
+            number = self.number_of(kwargs := dict(kwargs))
+            kwargs.pop(VARIANT, None)
             if number not in calls:
                 own = self.variants[number]
                 calls[number] = replace(call, chain=own, args=[], kwargs=[], labels=[], _tail=None, _hooks=None)
@@ -106,6 +107,10 @@ class JointChain(LayerChain):
             calls[number].kwargs.append(kwargs)
             calls[number].labels.append(label)
         return calls
+
+    def number_of(self, kwargs: Mapping[str, Any]) -> int:
+        """Of the chain that a microbatch runs by."""
+        return int(kwargs.get(VARIANT, 0))
 
     def joint_costs(self, costs: Mapping[int, Sequence[LayerCost]]) -> list[LayerCost]:
         """Costs of its layers, from those of some of its chains, by their numbers: the most that one takes."""
@@ -285,10 +290,12 @@ def _joint_spec(specs: Sequence[LayerSpec]) -> LayerSpec:
 
 
 def _joint_losses(chains: Sequence[LayerChain]) -> Iterator[OwnLoss]:
+    """The losses that are made alike in all chains."""
     for first in chains[0].own_losses:
-        weights = [loss.weight for chain in chains for loss in chain.own_losses if loss.path == first.path]
-        if len(weights) == len(chains) and len({weight is None for weight in weights}) == 1:
-            yield OwnLoss(first.path, None if first.weight is None else _JointWeight(weights))
+        others = [loss for chain in chains for loss in chain.own_losses if loss.path == first.path]
+        if len(others) == len(chains) and all(map(first.is_like, others)):
+            weights = {name: _JointWeight([loss.weights[name] for loss in others]) for name in first.weights}
+            yield OwnLoss(first.path, weights, first.has_terms)
 
 
 class _JointWeight:

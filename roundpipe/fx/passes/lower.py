@@ -60,8 +60,9 @@ def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> Lowere
         PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
     with torch.enable_grad():
+        losses = own_losses(traced)
         costs = measure(traced, options.profile)
         parts = partition(traced, costs, balance=options.balance, max_layer_bytes=options.max_layer_bytes)
         chain = generate(traced, parts, costs)
-        chain.own_losses = own_losses(traced)
+        chain.own_losses = losses
         return LoweredGraph(traced, costs, parts, chain)

@@ -28,11 +28,10 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
+from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS
 from roundpipe.fx.passes.generated import Generated, sizes_key
-from roundpipe.fx.passes.own_losses import sources
+from roundpipe.fx.passes.loss_terms import sources
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
-
-_LABEL, _OUTPUTS = "label", "outputs"
 
 
 class JoinedTail:
@@ -46,6 +45,7 @@ class JoinedTail:
     def __init__(self, layer: Layer, exit: OutputExit, loss: TracedGraph) -> None:
         self._loss: nn.Module = (joined := whole_graph(loss))
         self._template = loss.output
+        self._arguments = dict(loss.input_paths)
         self._labels: dict[str, trees.Path] = {}
         """By name in the carry, the path into the label."""
         self._loss_names: set[str] = set()
@@ -92,7 +92,18 @@ class JoinedTail:
         device = next((tensor.device for tensor in trees.tensors(values)), None)
         program = self._programs.get(sizes_key(values.values())) if num_tiles() > 1 else None
         made = (program or self._forward)(self.root(layer, device), values)
+        return self._filled(made)
+
+    def _filled(self, made: Carry) -> Any:
         return trees.map_leaves(self._template, lambda leaf: made[leaf.name] if isinstance(leaf, OutputValue) else leaf)
+
+    def loss(self, outputs: Any, label: Any) -> Any:
+        """What the loss function returns, as its graph is."""
+        arguments = {OUTPUTS: outputs, LABEL: label}
+        carry = {name: trees.get(arguments, tuple(path)) for name, (_, *path) in self._arguments.items()}
+        device = next((tensor.device for tensor in trees.tensors(carry)), None)
+        function: Any = self.root(nn.Module(), device).loss
+        return self._filled(function(carry))
 
     def is_of_loss(self, error: BaseException) -> bool:
         """Whether an error was raised by what was the loss function: by the line of generated code that ran."""
@@ -110,8 +121,8 @@ class JoinedTail:
         made = self._copy(layer.graph, carry, "layer", {})
         given: dict[str, Node] = {}
         for name, (_, (_, argument), *path) in loss.input_paths.items():  # (args, kwargs) -> keyword -> inside
-            if argument == _LABEL:
-                key = f"{_LABEL} {name}"
+            if argument == LABEL:
+                key = f"{LABEL} {name}"
                 self._labels[key] = tuple(path)
                 given[name] = self.graph.call_function(operator.getitem, (carry, key))
                 continue

@@ -221,6 +221,7 @@ class StepBuilder:
             not_split=_not_split(values, call),
             inputs=inputs if keeps_history else (),
             first_microbatch=call.first_microbatch,
+            counted=call.counted,
             tiles=call.tiles,
             tied_jobs=self._tied(chain, schedule),
         )

@@ -7,6 +7,9 @@ from the loss times its weight over a reference, the first weight times the numb
 have their usual size. A job's gradients leave for the host when all its microbatches are through; by then all weights
 are known, and the gradients are multiplied by the reference over the sum of weights. One pass, nothing kept.
 
+Where a graph shows what each term of the loss is a mean of, targets are counted before the step, and the graph weighs
+the terms (`CountedTerms`). Losses then add up as they are.
+
 Invariant: after the last loss, gradients times `LossWeights.scale` are those of the loss of the batch.
 """
 
@@ -16,7 +19,7 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +28,18 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import LossError
 from roundpipe.core.layers import OwnKind
+from roundpipe.core.term_shares import TermShares
 from roundpipe.runtime.ranks.turns import CallShare
 
 GIVEN_SOMETIMES = (
     "loss_fn returned a weight beside the loss for some microbatches only; return one for all, or for none"
+)
+
+
+WEIGHTS_UNKNOWN = (
+    "loss_fn returned a weight for each loss, and they must be known before the microbatches run. That takes weights "
+    "made of label alone, such as (label != -100).sum() or label.shape[0], a loss_fn and a model that can be traced, "
+    "and no process_group=. Else return one weight for all losses, or give loss_scope='batch'"
 )
 
 
@@ -40,8 +51,8 @@ class Losses:
     """One element each, in autograd's graph; none after `LossWeights.apply` if the microbatch counts for nothing."""
     is_list: bool
     """Whether they came as a sequence."""
-    weight: float | None = None
-    """What came beside them."""
+    weight: float | list[float] | None = None
+    """What came beside them: for all, or for each."""
     values: list[torch.Tensor] | None = None
     """The losses detached, as they count; None: as they are."""
 
@@ -76,11 +87,26 @@ class OwnMean:
     """How many elements the call has that the mean is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class CountedTerms:
+    """What the terms of a loss count for, known before the step."""
+
+    shares: Sequence[TermShares]
+    """Per microbatch of the step."""
+    functions: Sequence[Callable[[Any, Any], Any]] = ()
+    """Per microbatch, what computes as ``loss_fn`` does and weighs terms; none: the step ends with outputs."""
+
+    def all_count(self, microbatch: int) -> bool:
+        """Whether no term of a microbatch counts for nothing; such terms have no gradient."""
+        return all(self.shares[microbatch].values())
+
+
 class LossWeights:
     """What each microbatch's loss counts for in a step; whichever thread has a loss tells it."""
 
-    def __init__(self, mean: Mean | None) -> None:
+    def __init__(self, mean: Mean | None, counted: CountedTerms | None = None) -> None:
         self._mean = mean
+        self._counted = counted
         self._lock = threading.Lock()
         self._has_given: bool | None = None
         self.total = 0.0
@@ -104,6 +130,20 @@ class LossWeights:
         shares that are known.
         """
         mean, weight = self._mean, losses.weight
+        if self._counted is not None:
+            losses.values = [loss.detach() for loss in losses.tensors]
+            losses.tensors = [loss for loss in losses.tensors if loss.requires_grad]
+            return
+        if isinstance(weight, list):
+            if mean is None or mean.total_microbatches > 1 or mean.share is not None:
+                raise LossError(WEIGHTS_UNKNOWN)
+            if not all(weight):
+                losses.values = [
+                    loss.detach() if each else torch.zeros_like(loss)
+                    for loss, each in zip(losses.tensors, weight, strict=True)
+                ]
+                losses.tensors = [loss for loss, each in zip(losses.tensors, weight, strict=True) if each]
+            return
         if own is not None and weight is None and own_mean is None:
             self.own = "unknown" if own == "mean" and mean is not None else own
         if own_mean is not None:
@@ -127,6 +167,11 @@ class LossWeights:
             losses.tensors = []
         elif factor != 1:
             losses.tensors = [loss * factor for loss in losses.tensors]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the loss is a mean by its targets, as far as they are known before the step."""
+        return self._counted is not None or self.own_total is not None
 
     @property
     def has_given(self) -> bool:
@@ -185,14 +230,19 @@ def _share(mean: Mean, microbatch: int) -> float:
     return mean.shares[microbatch]
 
 
-def read_losses(result: Any, *, is_mean: bool) -> Losses:
+def read_losses(result: Any, *, is_mean: bool, has_gradient: bool = True) -> Losses:
     """What a ``loss_fn`` returned; raises `LossError` if it is no loss.
 
-    For a mean, a tuple of two is a loss (or a list of losses) and its weight; anything else is without a weight.
+    For a mean, a tuple of two is a loss (or a list of losses) and its weight, or a list of weights; anything else is
+    without a weight. Losses that may count for nothing need no gradient.
     """
-    weight = None
+    weight: float | list[float] | None = None
     if is_mean and isinstance(result, tuple) and len(result) == 2:
-        result, weight = result[0], _as_weight(result[1])
+        result, given = result
+        weight = [_as_weight(each) for each in given] if type(given) in (list, tuple) else _as_weight(given)
+        if isinstance(weight, list) and (isinstance(result, torch.Tensor) or len(weight) != len(result)):
+            number = 1 if isinstance(result, torch.Tensor) else len(result)
+            raise LossError(f"loss_fn returned {len(weight)} weights for {number} losses; give one for each, or one")
     losses = [result] if isinstance(result, torch.Tensor) else result
     if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
         advice = "A weight beside the loss is for loss_reduction='mean'"
@@ -211,7 +261,7 @@ def read_losses(result: Any, *, is_mean: bool) -> Losses:
                 f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
                 "example with .mean() or .sum()"
             )
-        if torch.is_grad_enabled() and not tensor.requires_grad:
+        if has_gradient and torch.is_grad_enabled() and not tensor.requires_grad:
             raise LossError(
                 "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
                 "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
@@ -255,9 +305,13 @@ def _as_weight(weight: Any) -> float:
         what = list(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise LossError(
             f"loss_fn returned (loss, weight) with a weight of {what}; it must be one number, or a tensor with one "
-            "element, for all losses of a microbatch. Losses with weights of their own: loss_scope='batch'"
+            "element, for all losses of a microbatch, or a list with one for each"
         )
-    number = float(weight)
+    return checked_weight(float(weight))
+
+
+def checked_weight(number: float) -> float:
+    """A weight that ``loss_fn`` gives; raises `LossError` if it can't be one."""
     if not (math.isfinite(number) and number >= 0):
         raise LossError(f"loss_fn returned (loss, weight) with the weight {number}; it must be finite and at least 0")
     return number

@@ -28,7 +28,7 @@ from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.allocator_room import StepRetries
-from roundpipe.runtime.engine.losses import Mean, OwnMean
+from roundpipe.runtime.engine.losses import CountedTerms, Mean, OwnMean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
@@ -62,6 +62,8 @@ class Call:
     """How the losses of its microbatches make up one; None: a sum."""
     own_means: Mapping[Path, OwnMean] = field(default_factory=dict)
     """By place in the outputs of a mean that the model computes itself, what is known of it, for a `mean`."""
+    counted: CountedTerms | None = None
+    """What the terms of its loss count for, or of losses among its outputs; takes the place of `mean`."""
     tiles: Tiles = UNTILED
     """What the planner has chosen."""
     may_replicate: bool = False
@@ -97,6 +99,11 @@ class Call:
         if self._tail is None:
             self._tail = (self.make_tail and self.make_tail(self),)
         return self._tail[0]
+
+    @property
+    def weighs_terms(self) -> bool:
+        """Whether graphs of its loss are made to weigh terms, that may then be `counted`."""
+        return self.mean is not None and self.mean.share is None and self.total_microbatches > 1
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
@@ -207,6 +214,8 @@ class StepSpec:
     mean: Mean | None = None
     """See `Call`."""
     own_means: Mapping[Path, OwnMean] = field(default_factory=dict)
+    """See `Call`."""
+    counted: CountedTerms | None = None
     """See `Call`."""
     tail: Tail | None = None
     """Runs in place of the last layer, the exit and ``loss_fn``."""

@@ -22,6 +22,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import RaisedIn, innermost, note_few_samples, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
+from roundpipe.core.term_shares import with_shares
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
@@ -115,19 +116,25 @@ class Stage:
 
     def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, Losses]:
         """The model's outputs and the losses, as they count in the step; the values are used up."""
-        loss_fn = self.spec.loss_fn
+        loss_fn, counted = self.spec.loss_fn, self.spec.counted
+        if counted is not None:
+            loss_fn = counted.functions[microbatch]
         assert loss_fn is not None
         with RaisedIn(self._place(microbatch, "outputs")):
             outputs = self.spec.chain.exit(values)
         values.clear()
-        return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch, outputs)
+        with self._shares(microbatch):
+            return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch, outputs)
 
     def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
-        tail = self.spec.tail
+        tail, counted = self.spec.tail, self.spec.counted
+        has_gradient = counted is None or counted.all_count(microbatch)
         with self.loss_turn(microbatch), RaisedIn(self._place(microbatch, "loss_fn")):
-            losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
-            place = next(iter(tail.first_loss), None) if tail else place_of(losses.tensors[0], outputs)
+            losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None, has_gradient=has_gradient)
+            place = None
+            if counted is None:
+                place = next(iter(tail.first_loss), None) if tail else place_of(losses.tensors[0], outputs)
             kind = None if place is None else self.spec.chain.kind_of_loss(place)
             own_mean = None if place is None else self.spec.own_means.get(place)
             self.weights.apply(losses, microbatch, kind, own_mean)
@@ -271,7 +278,7 @@ class Stage:
         bound, spec, times = self.layers[index], self.spec.chain.specs[index], self.spec.times
         num_tiles = self.spec.tiles_of(index)
         tiling = in_tiles(num_tiles, at_once=self.spec.tiles.at_once) if num_tiles > 1 else _NOTHING
-        with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling:
+        with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling, self._shares(microbatch):
             began = None if times is None else self.backend.moment()
             try:
                 if index in self.spec.drawing:
@@ -289,6 +296,11 @@ class Stage:
             if times is not None and began is not None:
                 times.add("forward", (index,), began, self.backend.moment())
         return result
+
+    def _shares(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """Around what may weigh terms of a loss."""
+        counted = self.spec.counted
+        return _NOTHING if counted is None else with_shares(counted.shares[microbatch])
 
     def _check_finite(self, index: int, reads: Carry, made: Carry, microbatch: int, phase: str) -> None:
         """Look at what a layer made, and at what the backward gives for it."""

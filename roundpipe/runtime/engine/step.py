@@ -94,7 +94,7 @@ class StepState:
         num_jobs = len(schedule.jobs)
         self.losses = [HostValue(None)] * schedule.num_microbatches
         self.outputs = [HostValue(None)] * schedule.num_microbatches
-        self.weights = LossWeights(spec.mean)
+        self.weights = LossWeights(spec.mean, spec.counted)
         self.frozen = spec.frozen
         self.modules_lock = threading.Lock()
         """Held by whoever reads the user's modules, or takes note of how they are."""

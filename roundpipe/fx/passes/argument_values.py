@@ -1,0 +1,119 @@
+"""Values of a graph that are made from its arguments alone, and what they are for the arguments of a microbatch.
+
+A size is one of the arguments', whichever tensor it was asked of, if its expression is of sizes that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key, value_of
+from roundpipe.fx.graph.traced import TracedGraph
+
+Count = Callable[[Any], float]
+"""From a microbatch's arguments, in normal form, what it counts for in a mean."""
+
+
+class ArgumentValues:
+    """What is made from some arguments of a graph, those whose placeholders are ``allowed``, by plain calls."""
+
+    def __init__(self, traced: TracedGraph, allowed: Callable[[str], bool] = lambda name: True) -> None:
+        self._traced = traced
+        self._placeholders = {node for node in traced.placeholders if allowed(node.name)}
+        self._written = {storage_key(each) for node in traced.graph.nodes for each in mutated_by(node)} - {None}
+        """Memory that the graph writes in place."""
+        self._sizes: dict[sympy.Basic, tuple[trees.Path, int]] = {}
+        """By symbol, an argument that has it as the size of a dimension."""
+        for node in self._placeholders:
+            value = value_of(node)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self._sizes[size.node.expr] = (traced.input_paths[node.name], dim)
+
+    def has(self, node: Node) -> bool:
+        """Whether a value is one of these."""
+        return all(map(self._is_allowed, _behind(node)))
+
+    def has_data_of(self, node: Node) -> bool:
+        """Whether it has more of the arguments than their sizes, as a range of numbers has."""
+        return self.has(node) and any(one.op == "placeholder" for one in _behind(node))
+
+    def is_alike(self, node: Node) -> bool:
+        """Whether a value is the same for every microbatch: one that is made from weights."""
+        return all(one.op != "placeholder" and not _is_size(one) and self._is_plain(one) for one in _behind(node))
+
+    def counter(self, target: Node, ignored: Any = None) -> Count:
+        """What a microbatch counts for in a mean over a target: how many of its elements are not ignored."""
+
+        def count(arguments: Any) -> float:
+            values = self._values([each for each in (target, ignored) if isinstance(each, Node)], arguments)
+            other = values[ignored] if isinstance(ignored, Node) else ignored
+            return float(values[target].numel() if other is None else (values[target] != other).sum())
+
+        return count
+
+    def number(self, node: Node) -> Count:
+        """The number that a node computes."""
+        return lambda arguments: float(self._values([node], arguments)[node])
+
+    def _is_allowed(self, node: Node) -> bool:
+        if _is_size(node):
+            return symbols_of(value_of(node)) <= self._sizes.keys()
+        if node.op == "placeholder" and node not in self._placeholders:
+            return False
+        return node.op not in ("call_module", "get_attr") and self._is_plain(node)
+
+    def _is_plain(self, node: Node) -> bool:
+        return not draws_random(node) and not has_effect(node) and storage_key(node) not in self._written
+
+    def _values(self, nodes: Sequence[Node], arguments: Any) -> dict[Node, Any]:
+        needed = {each for node in nodes for each in _behind(node)}
+        run = _ArgumentRun(self._traced, arguments)
+        with torch.no_grad():
+            for node in self._traced.graph.nodes:
+                if node in needed:
+                    run.values[node] = self._size(node, arguments) if _is_size(node) else run.run_node(node)
+        return run.values
+
+    def _size(self, node: Node, arguments: Any) -> int:
+        size: Any = value_of(node)
+        places = {symbol: self._sizes[symbol] for symbol in symbols_of(size)}
+        sizes = {symbol: trees.get(arguments, path).shape[dim] for symbol, (path, dim) in places.items()}
+        return int(size.node.expr.subs(sizes))
+
+
+def symbols_of(size: Any) -> set[sympy.Basic]:
+    """The sizes of arguments that a size is made of, as symbols."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(value_of(node), torch.SymInt)
+
+
+def _behind(node: Node) -> Iterator[Node]:
+    """A node and all that it is made from, each once; sizes are made from nothing."""
+    pending, seen = [node], set()
+    while pending:
+        if (one := pending.pop()) not in seen:
+            seen.add(one)
+            yield one
+            pending += () if _is_size(one) else one.all_input_nodes
+
+
+class _ArgumentRun(GraphInterpreter):
+    """Runs nodes on the host."""
+
+    def __init__(self, traced: TracedGraph, arguments: Any) -> None:
+        super().__init__()
+        self._traced, self._arguments = traced, arguments
+
+    def placeholder(self, node: Node) -> Any:
+        value = trees.get(self._arguments, self._traced.input_paths[node.name])
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,132 @@
+"""Loss functions whose graph, behind a model's, shows what each of their terms is a mean of.
+
+The targets of a mean are counted from the label alone. A loss that the model computes itself is a term as well, by what
+its own graph shows. And where a function returns a weight beside each loss, these are what the losses count for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core.layers import OwnLoss
+from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count
+from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
+
+LABEL, OUTPUTS = "label", "outputs"
+"""The arguments of a `LossCall`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedLosses:
+    """What each microbatch counts for in the terms of the losses of a function."""
+
+    own: tuple[OwnLoss, ...]
+    """Losses of the model's own that are among the terms, and whose terms its graph weighs."""
+    weights: Mapping[str, Count]
+    """By name of a term that the function's graph weighs; from the model's arguments and the label."""
+
+    def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> dict[str, float]:
+        """Of one microbatch, by name of a term."""
+        found = {name: count for own in self.own for name, count in own.counts(args, kwargs).items()}
+        return {**found, **{name: weight(((args, kwargs), {LABEL: label})) for name, weight in self.weights.items()}}
+
+
+def count_losses(loss: TracedGraph, own: Collection[OwnLoss]) -> CountedLosses | None:
+    """What the graph of a `LossCall` tells, which is changed so that it weighs its terms; None: not enough.
+
+    A function that returns weights beside its losses returns the losses alone, then.
+    """
+    of_label = ArgumentValues(loss, lambda name: loss.input_paths[name][1].key == LABEL)
+    result = loss.output
+    if not isinstance(result, tuple) or len(result) != 2:
+        return _by_terms(loss, result, of_label, own)
+    losses, weights = result
+    is_each = type(losses) in (list, tuple) and type(weights) in (list, tuple) and len(losses) == len(weights)
+    return _by_weights(loss, losses, weights, of_label) if is_each else None
+
+
+def _by_terms(
+    loss: TracedGraph, losses: Any, of_label: ArgumentValues, own: Collection[OwnLoss]
+) -> CountedLosses | None:
+    """By the means that the graph shows."""
+    by_node = _own_by_node(loss, own)
+    given = {node: _term_of(each) for node, each in by_node.items()}
+    found = {node: combination(loss, node, of_label, given) for node in _scalars(loss, losses) or ()}
+    parts = {node: each for node, each in found.items() if each is not None}
+    if not parts or len(parts) < len(found) or not any(each.has_mean for each in parts.values()):
+        return None
+    terms = {term for each in parts.values() for term in each.terms}
+    weighed_before = {each.path: each for node, each in by_node.items() if node in terms and each.has_terms}
+    return CountedLosses(tuple(weighed_before.values()), _weigh(loss, parts))
+
+
+def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: ArgumentValues) -> CountedLosses | None:
+    """By the weights that the function returns."""
+    nodes, counts = _scalars(loss, losses), [_weight(loss, weight, of_label) for weight in weights]
+    if nodes is None or len(set(nodes)) < len(nodes):
+        return None
+    terms = {node: Term(count, is_mean=True) for node, count in zip(nodes, counts, strict=True) if count is not None}
+    if len(terms) < len(nodes):
+        return None
+    loss.output = list(losses)
+    return CountedLosses((), _weigh(loss, {node: Combination({node: term}) for node, term in terms.items()}))
+
+
+def _weigh(loss: TracedGraph, parts: Mapping[Node, Combination]) -> dict[str, Count]:
+    counts = {node: count for each in parts.values() for node, count in each.counts.items()}
+    names = {node: f"loss_fn {position}" for position, node in enumerate(counts)}
+    for node, each in parts.items():
+        weigh(loss, node, each, names)
+    return {names[node]: count for node, count in counts.items()}
+
+
+def _scalars(loss: TracedGraph, losses: Any) -> list[Node] | None:
+    """The nodes of one loss or of several; None if some are no scalars of the graph."""
+    leaves = list(losses) if type(losses) in (list, tuple) else [losses]
+    nodes = [node for leaf in leaves if (node := _node_of(loss, leaf)) is not None and _is_scalar(node)]
+    return nodes if len(nodes) == len(leaves) else None
+
+
+def _is_scalar(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _weight(loss: TracedGraph, weight: Any, of_label: ArgumentValues) -> Count | None:
+    """What a weight that the function returns is made of, if that is the label."""
+    if isinstance(weight, int | float):
+        return lambda arguments: float(weight)
+    node = _node_of(loss, weight)
+    if node is None or not of_label.has(node):
+        return None
+    value = value_of(node)
+    return None if isinstance(value, torch.Tensor) and value.numel() != 1 else of_label.number(node)
+
+
+def _node_of(loss: TracedGraph, leaf: Any) -> Node | None:
+    return next((node for node in loss.graph.nodes if leaf == OutputValue(node.name)), None)
+
+
+def _own_by_node(loss: TracedGraph, own: Collection[OwnLoss]) -> dict[Node, OwnLoss]:
+    """Losses of the model's own among the arguments."""
+    by_path = {each.path: each for each in own}
+    found: dict[Node, OwnLoss] = {}
+    for node in loss.placeholders:
+        _, (_, argument), *path = loss.input_paths[node.name]
+        if argument == OUTPUTS and (each := by_path.get(tuple(path))) is not None:
+            found[node] = each
+    return found
+
+
+def _term_of(own: OwnLoss) -> Term:
+    if own.has_terms or not own.weights:  # the model's graph weighs its terms, or it is a sum
+        return Term(None, is_mean=bool(own.weights))
+    (weight,) = own.weights.values()
+    return Term(lambda arguments: weight(*arguments[0]), is_mean=True)

@@ -1,0 +1,209 @@
+"""The terms that a scalar of a graph adds up, and the graph with each of them weighed by itself.
+
+A loss may be a linear combination: of sums over the batch, of means whose targets are made from arguments, and of what
+is the same for every microbatch, such as a penalty on weights. Its coefficients are numbers, scalar arguments, or made
+from weights. Then the graph tells what each microbatch counts for in each term, from its arguments alone. Of any other
+scalar nothing is known: a product of two means is no mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.core.term_shares import weighed
+from roundpipe.fx.graph.nodes import has_effect, hint, mutated_by, value_of
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count, symbols_of
+from roundpipe.fx.passes.row_losses import RowLoss
+
+_COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
+_UNARY = (*_COPIES, "neg", "negative")
+_SUMS = ("add", "radd", "sub", "rsub", "subtract")
+_PRODUCTS = ("mul", "rmul", "multiply")
+_QUOTIENTS = ("div", "truediv", "true_divide", "divide")
+_OF_LISTS = ("stack", "sum", "mean")
+_IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a loss of which it is known how those of microbatches make up that of the batch."""
+
+    count: Count | None
+    """What a microbatch counts for; None: it is a sum, which adds up."""
+    is_mean: bool
+    """Whether it is a mean over targets; else it is a sum, or the same for every microbatch."""
+
+
+@dataclass(slots=True)
+class Combination:
+    """A scalar as a linear combination."""
+
+    terms: dict[Node, Term] = field(default_factory=dict)
+    between: dict[Node, None] = field(default_factory=dict)
+    """The nodes from the terms to the scalar, each behind those that it reads."""
+
+    @property
+    def counts(self) -> dict[Node, Count]:
+        """By term that must be weighed, what a microbatch counts for."""
+        return {node: term.count for node, term in self.terms.items() if term.count is not None}
+
+    @property
+    def has_mean(self) -> bool:
+        return any(term.is_mean for term in self.terms.values())
+
+
+def combination(
+    traced: TracedGraph,
+    scalar: Node,
+    arguments: ArgumentValues,
+    given: Mapping[Node, Term] = MappingProxyType({}),
+) -> Combination | None:
+    """A scalar as a linear combination of terms; None if it isn't known to be one.
+
+    Args:
+        arguments: those that targets and factors may be made of.
+        given: terms that are known otherwise.
+    """
+    found = Combination()
+    if not _TermSearch(traced, arguments, given, found).visit(scalar):
+        return None
+    parts = (*found.terms, *found.between)
+    writers = {user for node in parts for user in node.users if node in mutated_by(user)}
+    return found if writers <= found.between.keys() else None  # what is written may be read through a view
+
+
+def weigh(traced: TracedGraph, scalar: Node, found: Combination, names: Mapping[Node, str]) -> None:
+    """Give as output, in place of a scalar, the same combination with its terms weighed, by their ``names``."""
+    copies: dict[Node, Node] = {}
+    for node in found.counts:
+        with traced.graph.inserting_after(traced.placeholders[-1] if node.op == "placeholder" else node):
+            copies[node] = traced.graph.call_function(weighed, (node, names[node]))
+        _describe(copies[node], node)
+    for node in found.between:
+        with traced.graph.inserting_after(node):
+            copies[node] = traced.graph.node_copy(node, lambda source: copies.get(source, source))
+        if has_effect(node):  # what was made in place is made anew
+            copies[node].op, copies[node].target = "call_method", _name(node)
+        _describe(copies[node], node)
+    before, after = OutputValue(scalar.name), OutputValue(copies.get(scalar, scalar).name)
+    traced.output = trees.map_leaves(traced.output, lambda leaf: after if leaf == before else leaf)
+    *_, output = traced.graph.nodes
+    by_name = {node.name: node for node in traced.graph.nodes}
+    output.args = (tuple(by_name[name] for name in output_names(traced.output)),)
+
+
+def _describe(node: Node, original: Node) -> None:
+    """What the compiler knows of a node that computes what another does, in memory of its own."""
+    value = value_of(original)
+    assert isinstance(value, torch.Tensor)
+    node.meta = {**original.meta, "value": value.clone(), "mutates": (), "effect": False, "random": False}
+    if node.target is weighed:
+        node.meta.pop("buffers_written", None)
+
+
+def sources(node: Node) -> Iterator[Node]:
+    """A scalar, and what it was before it was weighed, cast or copied."""
+    yield node
+    while _name(node) in (*_COPIES, "weighed") and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
+
+
+# ---------------------------------------------------------------------------------- the search
+
+
+@dataclass(frozen=True, slots=True)
+class _TermSearch:
+    traced: TracedGraph
+    arguments: ArgumentValues
+    given: Mapping[Node, Term]
+    found: Combination
+
+    def visit(self, node: Any) -> bool:
+        """Whether a value is linear in terms, which are added to those found."""
+        if not isinstance(node, Node):
+            return type(node) in (int, float) and node == 0  # `sum` begins with it
+        if node in self.found.terms or node in self.found.between:
+            return True
+        term = self.given.get(node) or self._term(node)
+        if term is not None:
+            self.found.terms[node] = term
+            return True
+        operands = self._operands(node)
+        if operands is None or not all(self.visit(operand) for operand in operands):
+            return False
+        self.found.between[node] = None
+        return True
+
+    def _operands(self, node: Node) -> Sequence[Any] | None:
+        """What a node is linear in; None if it isn't, as far as is known."""
+        name, args = _name(node), node.args
+        if node.op not in ("call_function", "call_method") or not args or not isinstance(value_of(node), torch.Tensor):
+            return None
+        if name in _UNARY:
+            return args[:1]
+        if name in _OF_LISTS and len(args) == 1 and not node.kwargs:
+            return args[0] if isinstance(args[0], list | tuple) else args
+        if len(args) != 2 or set(node.kwargs) - {"alpha"} or isinstance(node.kwargs.get("alpha"), Node):
+            return None
+        first, second = map(self._is_factor, args)
+        if name in _SUMS:
+            return args
+        if name in _PRODUCTS and (first or second):
+            return args[:1] if second else args[1:]
+        return args[:1] if name in _QUOTIENTS and second else None
+
+    def _is_factor(self, value: Any) -> bool:
+        """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
+        if not isinstance(value, Node):
+            return isinstance(value, int | float)
+        if not isinstance(found := value_of(value), torch.Tensor):
+            return False
+        is_argument = value.op == "placeholder" and not found.ndim and self.arguments.has(value)
+        return is_argument or self.arguments.is_alike(value)
+
+    def _term(self, node: Node) -> Term | None:
+        module = self.traced.attribute(str(node.target)) if node.op == "call_module" else None
+        loss = RowLoss.of(node, module)
+        if loss is not None:
+            return self._of_loss(loss)
+        is_alike = isinstance(value_of(node), torch.Tensor) and self.arguments.is_alike(node)
+        return Term(lambda arguments: 1.0, is_mean=False) if is_alike else None
+
+    def _of_loss(self, loss: RowLoss) -> Term | None:
+        if loss.reduction == "sum":
+            return Term(None, is_mean=False)
+        target, ignored = loss.target, loss.arguments.get("ignore_index", -100)
+        values = [value_of(each) if isinstance(each, Node) else None for each in (loss.arguments["input"], target)]
+        scores, value = values
+        if loss.reduction != "mean" or not isinstance(scores, torch.Tensor) or not isinstance(value, torch.Tensor):
+            return None
+        if loss.arguments.get("weight") is not None or _compares_samples(scores):
+            return None
+        if not self.arguments.has_data_of(target):
+            return None
+        if not loss.is_by_weight(value):
+            is_like = list(map(hint, value.shape)) == list(map(hint, scores.shape))  # or one is repeated for the other
+            return Term(self.arguments.counter(target), is_mean=True) if is_like else None
+        is_known = not isinstance(ignored, Node) or self.arguments.has(ignored)
+        return Term(self.arguments.counter(target, ignored), is_mean=True) if is_known else None
+
+
+def _name(node: Node) -> str:
+    """What a node calls, such as ``add`` for ``+`` and ``+=``."""
+    name = str(getattr(node.target, "__name__", node.target)).strip("_")
+    return _IN_PLACE.get(name, name)
+
+
+def _compares_samples(scores: torch.Tensor) -> bool:
+    """Whether scores are of each sample with each, as in a contrastive loss, which is one of all samples together."""
+    first, *others = scores.shape or (1,)
+    return any(symbols_of(first) & symbols_of(size) for size in others)

@@ -1,0 +1,104 @@
+"""What the microbatches of a call count for in losses, as the graphs of the model and of ``loss_fn`` tell.
+
+Targets are counted from arguments and labels, before anything runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from roundpipe.core.layers import OwnLoss
+from roundpipe.core.trees import Path
+from roundpipe.runtime.config import ResolvedConfig
+from roundpipe.runtime.engine.losses import CountedTerms, OwnMean
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.microbatch.merge import ScalarWeights
+from roundpipe.wrappers.tails import CountedLoss, TailSource
+
+Counts = Mapping[str, float]
+"""Of a microbatch, by name of a term."""
+_T = TypeVar("_T")
+
+
+def count_outputs(calls: Sequence[Call], config: ResolvedConfig) -> ScalarWeights:
+    """How scalars among the outputs of microbatches are made one; terms that need it are weighed in the graph."""
+    if calls[0].total_microbatches == 1 or config.merge_output not in (True, None):
+        return {}
+    scalars: dict[Path, list[float] | None] = {}
+    of_terms: list[Counts] = [{}] * calls[0].total_microbatches
+    for own, counts in _own_counts(calls):
+        is_added = own.has_terms or not own.weights
+        scalars[own.path] = None if is_added else [number for each in counts for number in each.values()]
+        if own.has_terms:
+            of_terms = [{**before, **each} for before, each in zip(of_terms, counts, strict=True)]
+    if any(of_terms):
+        for call, shares in _by_call(calls, _shares(of_terms)):
+            call.counted = CountedTerms(shares)
+    return scalars
+
+
+def count_loss(calls: Sequence[Call], config: ResolvedConfig, tails: TailSource, *, returns_outputs: bool) -> None:
+    """Tell the rounds of a call, whose loss is a mean, what its terms count for, or means of the model's own."""
+    mean = calls[0].mean
+    if mean is None or calls[0].total_microbatches == 1 and mean.share is None:
+        return
+    counted = _counted(calls, tails) if calls[0].weighs_terms else []
+    # losses among the outputs are weighed as well, which is seen where these are not merged
+    is_seen = returns_outputs and config.merge_output not in (True, None)
+    if counted and not (is_seen and any(_weighed_in(calls, counted[0].counts))):
+        pairs = list(zip(_shares([each.counts for each in counted]), counted, strict=True))
+        for call, of_call in _by_call(calls, pairs):
+            call.counted = CountedTerms([shares for shares, _ in of_call], [each.function for _, each in of_call])
+        return
+    for loss, counts in _own_counts(calls):
+        if loss.weights and not loss.has_terms:
+            numbers = [number for each in counts for number in each.values()]
+            # where none has targets each is a mean over nothing, and so is the whole, unless other ranks have some
+            total, otherwise = sum(numbers), float(mean.share is None)
+            for call, shares in _by_call(calls, [number / total if total else otherwise for number in numbers]):
+                call.own_means = {**call.own_means, loss.path: OwnMean(shares, total)}
+
+
+def weighed_outputs(calls: Sequence[Call]) -> ScalarWeights:
+    """Losses of the model's own that were weighed in a step with a loss, and add up."""
+    counted = calls[0].counted
+    return {} if counted is None else {own.path: None for own in _weighed_in(calls, counted.shares[0])}
+
+
+def _weighed_in(calls: Sequence[Call], terms: Mapping[str, float]) -> Iterator[OwnLoss]:
+    """Losses of the model's own whose terms are among some."""
+    return (own for own in calls[0].chain.own_losses if own.has_terms and own.weights.keys() <= terms.keys())
+
+
+def _counted(calls: Sequence[Call], tails: TailSource) -> list[CountedLoss]:
+    """Of each microbatch; none if the graphs don't tell, or differ in terms."""
+    found: list[CountedLoss] = []
+    for call in calls:
+        own = tails.counted(call)
+        if own is None or any(each.counts.keys() != (found or own)[0].counts.keys() for each in own):
+            return []
+        found += own
+    return found
+
+
+def _own_counts(calls: Sequence[Call]) -> Iterator[tuple[OwnLoss, list[Counts]]]:
+    """Losses of the model's own, with what each microbatch counts for in their terms, as far as graphs tell."""
+    for first in calls[0].chain.own_losses:
+        own = [loss for call in calls for loss in call.chain.own_losses if loss.path == first.path]
+        if len(own) == len(calls) and all(map(first.is_like, own)):
+            pairs = [(loss, zip(call.args, call.kwargs, strict=True)) for loss, call in zip(own, calls, strict=True)]
+            yield first, [loss.counts(*each) for loss, microbatches in pairs for each in microbatches]
+
+
+def _shares(counts: Sequence[Counts]) -> list[dict[str, float]]:
+    """What microbatches count for over what all of them do; a mean over nothing at all stays one."""
+    totals = {name: sum(each[name] for each in counts) for name in counts[0]}
+    return [{name: count / totals[name] if totals[name] else 1.0 for name, count in own.items()} for own in counts]
+
+
+def _by_call(calls: Sequence[Call], values: Iterable[_T]) -> Iterator[tuple[Call, list[_T]]]:
+    """Each round with the values of its microbatches."""
+    rest = iter(values)
+    return ((call, list(itertools.islice(rest, call.num_microbatches))) for call in calls)
