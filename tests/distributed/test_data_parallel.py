@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from roundpipe.runtime.ranks.group import _timeout_of
+from roundpipe.runtime.ranks.group import _advice_on_threads, _timeout_of
 from tests.distributed.data_parallel import (
     Kind,
     averages_during_the_backward,
@@ -108,6 +109,21 @@ def test_what_is_no_group_is_refused() -> None:
     for group, message in (("world", "start the program with torchrun"), ("all", "give 'world'"), (-100, "no member")):
         with pytest.raises(ConfigError, match=message):
             roundpipe.RoundPipe(nn.Linear(2, 2), devices=["cpu"], process_group=group)
+
+
+def test_one_thread_that_torchrun_gives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(32)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert not _advice_on_threads()  # private: a warning of `RankGroup`, which takes torchrun to see
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "With 32 cores for 4 ranks, start torchrun with OMP_NUM_THREADS=8" in _advice_on_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert not _advice_on_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not _advice_on_threads()
 
 
 def test_torch_has_what_ranks_are_connected_by() -> None:

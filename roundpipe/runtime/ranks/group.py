@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, enumerated, quoted
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.ranks.shared_memory import SharedMemory, SlotFile, open_all
@@ -49,6 +51,8 @@ class RankGroup:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=group)
         _check_same([(options, tensors) for *_, options, tensors in found])
+        if self.rank == 0 and (advice := _advice_on_threads()):
+            warn(advice)
         store = dist.PrefixStore(f"roundpipe/{found[0][0]}", dist.distributed_c10d._get_default_store())
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
         second = dist.PrefixStore("step_fn", store)
@@ -144,6 +148,20 @@ def _opened(group: Any) -> Any:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor; gloo does not know all dtypes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _advice_on_threads() -> str:
+    """What to say if this rank has one thread only because torchrun gives each process one; empty: nothing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = cores // num_ranks
+    if "TORCHELASTIC_RUN_ID" not in os.environ or torch.get_num_threads() > 1 or threads < 2:
+        return ""
+    return (
+        "this rank's optimizer, and averages over ranks, have one thread of the host: torchrun sets OMP_NUM_THREADS=1 "
+        f"unless it is set. With {cores} cores for {num_ranks} ranks, start torchrun with OMP_NUM_THREADS={threads}, "
+        f"or call torch.set_num_threads({threads}) before the model is wrapped"
+    )
 
 
 def _resolved(process_group: ProcessGroupLike) -> dist.ProcessGroup:
