@@ -7,8 +7,9 @@ Invariant: counting changes nothing; views cost nothing; memory given from outsi
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
-from roundpipe.core.contexts import contextmanager
 
 GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
 """Operators that read only as much of their source as they return."""
+
+_DEVICE = torch.ops.prim.device.default
+"""More than half of all that autograd asks fakes for."""
+_WHOLE: set[Any] = set()
+"""Operators that are known not to be made of others."""
 
 
 class Tally(Allocations):
@@ -32,11 +37,23 @@ class Tally(Allocations):
         self.num_kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device
+        kwargs = kwargs or {}
+        if func not in _WHOLE:
+            if not _is_question(func):
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            _WHOLE.add(func)
+        result = func(*args, **kwargs)
+        if (formula := _formulas().get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         inputs = trees.tensors((args, kwargs))
         outputs = trees.tensors(result)
         if not outputs and not func._schema.is_mutable:
-            return result  # a question, not a kernel
+            return result
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if all(tensor.untyped_storage()._cdata in storages for tensor in outputs):
             if func._schema.is_mutable:
@@ -48,6 +65,11 @@ class Tally(Allocations):
         self.moved_bytes += sum(map(_bytes, (*sources, *outputs)))
         self.count(outputs, inputs)
         return result
+
+
+def _is_question(func: Any) -> bool:
+    """Whether an operator is no kernel: it gives a size or the like."""
+    return not func._schema.is_mutable and not any("Tensor" in str(given.type) for given in func._schema.returns)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -85,10 +107,7 @@ def extra_formulas() -> dict[Any, Callable[..., int]]:
     return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
 
-@contextmanager
-def counted(inputs: Iterable[torch.Tensor] = ()) -> Iterator[Tally]:
-    """Counts what runs inside; the FLOPs, by the formulas of torch and ours, are known at the end."""
-    tally = Tally(inputs)
-    with tally, FlopCounterMode(display=False, custom_mapping=extra_formulas()) as flops:
-        yield tally
-    tally.flops = flops.get_total_flops()
+@functools.cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Those of torch and ours. Torch's counter itself also follows modules and their gradients, which takes longer."""
+    return FlopCounterMode(display=False, custom_mapping=extra_formulas()).flop_registry

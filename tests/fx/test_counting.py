@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.allocations import TorchDispatchMode
-from roundpipe.fx.counting import Tally, counted
+from roundpipe.fx.counting import Tally
 
 
 def test_a_dispatch_mode_sees_operators_below_autograd() -> None:
@@ -27,7 +27,7 @@ def test_a_dispatch_mode_sees_operators_below_autograd() -> None:
 
 def test_views_cost_nothing_and_kernels_their_bytes() -> None:
     x = torch.ones(10, 4)
-    with counted([x]) as tally:
+    with Tally([x]) as tally:
         y = x.t().reshape(4, 10)
         z = y.contiguous() + 1
     assert tally.num_kernels == 2 and tally.moved_bytes == 4 * 160  # a copy and an addition

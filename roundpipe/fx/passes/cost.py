@@ -24,7 +24,7 @@ from roundpipe.core import trees
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.counting import Tally, counted
+from roundpipe.fx.counting import Tally
 from roundpipe.fx.fakes import failures_unlogged, make_twin, recalled
 from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
@@ -113,6 +113,8 @@ class _CostRun(GraphInterpreter):
         modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
         self._mode: Any = next((mode for mode in modes if mode is not None), None)
         self._readings: dict[Any, _Reading] = {}
+        self._forwards: dict[Any, tuple[Any, Tally]] = {}
+        """Results without autograd, for nodes that differ in nothing else than which operands require grad."""
         self._structures: dict[Node, Any] = {}
         """Results, on fakes, of nodes that give no tensor."""
         self._twin = nn.Module()
@@ -153,8 +155,11 @@ class _CostRun(GraphInterpreter):
             weights = [*self._twin.parameters(), *self._twin.buffers()]
         with failures_unlogged(), self._mode, torch.random.fork_rng(devices=[]):
             leaves = self.values = {operand: self._fake(operand) for operand in _tensor_operands(node)}
-            with torch.no_grad(), counted(leaves.values()) as forward:
-                result = self.run_node(node)
+            key = _node_key(self._traced, node, with_gradients=False)
+            if key not in self._forwards:
+                with torch.no_grad(), Tally(leaves.values()) as forward:
+                    self._forwards[key] = self.run_node(node), forward
+            result, forward = self._forwards[key]
             kept: list[torch.Tensor] = []
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +244,7 @@ def _backward(output: Any, leaves: list[torch.Tensor]) -> Tally:
     results = [tensor for tensor in trees.tensors(output) if tensor.requires_grad]
     results = [tensor for tensor in results if not any(tensor is leaf for leaf in leaves)]
     gradients = [torch.empty_like(tensor) for tensor in results]
-    with counted() as tally:
+    with Tally() as tally:
         if results and inputs:
             torch.autograd.grad(results, inputs, gradients, allow_unused=True)
     return tally
@@ -257,7 +262,7 @@ def _storage(tensor: torch.Tensor) -> int:
 # ---------------------------------------------------------------------------------- nodes that look alike
 
 
-def _node_key(traced: TracedGraph, node: Node) -> Hashable:
+def _node_key(traced: TracedGraph, node: Node, with_gradients: bool = True) -> Hashable:
     """Equal for nodes that do the same to values of the same kind, and so cost the same.
 
     What can't be compared (an argument of a class unknown here, a structure's maker) is equal to itself alone.
@@ -267,22 +272,26 @@ def _node_key(traced: TracedGraph, node: Node) -> Hashable:
         target = _module_key(traced.attribute(target))
     elif node.op == "call_function":
         target = (id(target), getattr(target, "__name__", ""))
-    arguments = _argument_key((node.args, node.kwargs), {})
-    return node.op, target, arguments, _value_key(node), id(modes_of(node)), bool(mutated_by(node))
+    arguments = _argument_key((node.args, node.kwargs), {}, with_gradients)
+    return node.op, target, arguments, _value_key(node, with_gradients), id(modes_of(node)), bool(mutated_by(node))
 
 
 def _module_key(module: nn.Module) -> Hashable:
+    inside = modules_in(module)
+    numbers: dict[torch.Tensor, int] = {}
     weights = tuple(
-        (name, tensor.shape, tensor.dtype, tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        (position, name, tensor.shape, tensor.dtype, tensor.requires_grad, numbers.setdefault(tensor, len(numbers)))
+        for position, inner in enumerate(inside)
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+        if tensor is not None
     )
-    return tuple(map(type, modules_in(module))), weights, module.training
+    return tuple((type(inner), *inner._modules.keys()) for inner in inside), weights, module.training
 
 
-def _value_key(node: Node) -> Hashable:
+def _value_key(node: Node, with_gradients: bool) -> Hashable:
     value = value_of(node)
     if isinstance(value, torch.Tensor):
-        return tuple(map(_size_key, value.shape)), value.dtype, value.requires_grad
+        return tuple(map(_size_key, value.shape)), value.dtype, with_gradients and value.requires_grad
     if value is None:
         return id(node) if node.op == "call_function" and not is_accessor(node) else None
     return _size_key(value)
@@ -292,14 +301,14 @@ def _size_key(size: Any) -> Hashable:
     return size.node.hint if isinstance(size, Symbolic) else size
 
 
-def _argument_key(argument: Any, seen: dict[Node, int]) -> Hashable:
+def _argument_key(argument: Any, seen: dict[Node, int], with_gradients: bool) -> Hashable:
     """An argument without names; of nodes, their kind of value and which of them are one."""
     if isinstance(argument, Node):
-        return argument.op == "get_attr", _value_key(argument), seen.setdefault(argument, len(seen))
+        return argument.op == "get_attr", _value_key(argument, with_gradients), seen.setdefault(argument, len(seen))
     if isinstance(argument, (*trees.PLAIN, torch.Size, torch.memory_format)):
         return type(argument), argument
     if isinstance(argument, (list, tuple, dict, slice)):
-        return tuple((step, _argument_key(item, seen)) for step, item in trees.children(argument) or ())
+        return tuple((step, _argument_key(item, seen, with_gradients)) for step, item in trees.children(argument) or ())
     return id(argument)
 
 
