@@ -16,19 +16,39 @@ _TORCHS_OWN = nn.Module.named_modules, nn.Module.modules
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """What ``modules()`` gives, several times as fast in deep trees, of which adapters make many."""
     found: dict[nn.Module, None] = {}
-    kinds: set[type[nn.Module]] = set()
     waiting = [module]
     while waiting:
         inner = waiting.pop()
         if inner in found:
             continue
         found[inner] = None
-        kinds.add(type(inner))
         if inner._modules:
             waiting += [child for child in reversed(inner._modules.values()) if child is not None]
-    if any(kind.named_modules is not _TORCHS_OWN[0] or kind.modules is not _TORCHS_OWN[1] for kind in kinds):
-        return list(module.modules())  # in an order of their own
-    return list(found)
+    return list(found) if _walks_as_torch(found) else list(module.modules())
+
+
+def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
+    """What ``named_modules()`` gives, by the same way."""
+    found: dict[nn.Module, str] = {}
+    waiting = [("", module)]
+    while waiting:
+        name, inner = waiting.pop()
+        if inner in found:
+            continue
+        found[inner] = name
+        if inner._modules:
+            prefix = f"{name}." if name else ""
+            below = reversed(inner._modules.items())
+            waiting += [(prefix + child_name, child) for child_name, child in below if child is not None]
+    if not _walks_as_torch(found):
+        return dict(module.named_modules())
+    return {name: inner for inner, name in found.items()}
+
+
+def _walks_as_torch(modules: Iterable[nn.Module]) -> bool:
+    """Whether no class among some modules' has an order of its own."""
+    kinds: set[type[nn.Module]] = set(map(type, modules))
+    return all((kind.named_modules, kind.modules) == _TORCHS_OWN for kind in kinds)
 
 
 def parameters_in(module: nn.Module) -> list[nn.Parameter]:

@@ -38,6 +38,9 @@ _VALUES = (*trees.PLAIN, torch.Tensor)
 """Types of values for which a variable is a place by itself."""
 _REPLACEABLE = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, type)
 """The same of global variables: a function or class may be put in the place of another."""
+_PLAIN_CONTAINERS = frozenset(CONTAINERS)
+"""Types; those of classes below them may have attributes."""
+_NOT_OWN = frozenset(name for name in OF_TORCH if name in places.REGISTERED or "_hooks" in name)
 _NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
 
 
@@ -106,16 +109,17 @@ class StateWalk:
         kinds = {type(module) for module in modules}
         self._names: frozenset[str] = frozenset().union(*(uses_of_forward(kind).reads for kind in kinds))
         self._names |= uses_of_properties(kinds, self._names).reads
+        visited: set[type] = set()
         for module in modules:
             if not _is_layer_of_torch(module):
                 way = _Way(type(module).__name__, depth=-1)
                 own = {
-                    key: value
-                    for key, value in module.__dict__.items()
-                    if key not in places.REGISTERED and "_hooks" not in key
+                    key: value for key, value in module.__dict__.items() if key not in _NOT_OWN and "_hooks" not in key
                 }
                 self._visit_named(own, way, self._names)
-                self._visit_class(type(module), _Way(""))
+                if type(module) not in visited:
+                    visited.add(type(module))
+                    self._visit_class(type(module), _Way(""))
         for module in modules:
             for hook in forward_hooks(module):
                 self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
@@ -132,10 +136,13 @@ class StateWalk:
         self.reach.places.append(Place(words, view, owner, key, held, way.by_hooks))
 
     def _visit(self, value: Any, way: _Way) -> None:
+        if type(value) in _PLAIN_CONTAINERS:  # nearly all there are
+            if way.depth <= self._max_depth(way):
+                self._visit_container(value, way)
+            return
         if isinstance(value, nn.Module) and way.is_read:
             self._note_hidden(value, way)
-        max_depth = MAX_DEPTH if way.in_global else self._limits.nesting  # packages have large tables there
-        if isinstance(value, _NOT_VISITED) or way.depth > max_depth:
+        if isinstance(value, _NOT_VISITED) or way.depth > self._max_depth(way):
             return
         if isinstance(value, torch.Generator):
             if self._is_new(value):
@@ -162,6 +169,9 @@ class StateWalk:
                 self._visit_class(value, way.inside())
         else:
             self._visit_object(value, way)
+
+    def _max_depth(self, way: _Way) -> int:
+        return MAX_DEPTH if way.in_global else self._limits.nesting  # packages have large tables there
 
     def _visit_object(self, value: Any, way: _Way) -> None:
         if places.is_closed(value):
@@ -193,14 +203,15 @@ class StateWalk:
     def _visit_named(self, attributes: Mapping[str, Any], way: _Way, names: frozenset[str]) -> None:
         """Visits attributes, of which some have names that code reads."""
         for key, value in list(attributes.items()):
-            if not isinstance(value, _VALUES):
+            if type(value) not in trees.PLAIN and not isinstance(value, _VALUES):
                 self._visit(value, way.to(f"{way.words}.{key}", key in names))
 
     def _visit_container(self, value: Any, way: _Way) -> None:
         if len(value) > self._limits.num_items or not self._is_new(value):
             return
         self._add_container(value, way)
-        self._visit_own_attributes(value, way)
+        if type(value) not in _PLAIN_CONTAINERS:
+            self._visit_own_attributes(value, way)
         if not (way.in_global and len(value) > _MAX_TABLE_ITEMS):
             self._visit_items(list(value.values() if isinstance(value, dict) else value), way)
 

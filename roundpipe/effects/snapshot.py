@@ -12,6 +12,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,18 +106,6 @@ class ModuleSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._records = {module: _Record(module, position) for position, module in enumerate(modules)}
-        self._lengths: list[tuple[Any, int]] = []
-        self._containers: list[tuple[str, Any, Any]] = []
-        self._generators: list[tuple[str, torch.Generator, torch.Tensor]] = []
-        for record in self._records.values():
-            for name, value in record.attributes.items():
-                kind = type(value)
-                if kind in _CONTAINERS:
-                    self._lengths.append((value, len(value)))
-                    if (kind is dict or kind is list) and name not in REGISTERED:
-                        self._containers.append((name, value, value.copy()))
-                elif kind is torch.Generator:
-                    self._generators.append((name, value, value.get_state()))
         buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
@@ -146,28 +135,6 @@ class ModuleSnapshot:
         for module in modules:
             if (record := self._records.get(module)) is not None:
                 record.buffers = dict(module._buffers)
-
-    def holds_new_values(self) -> bool:
-        """Whether an attribute was set, to the same value even, or a container among them grew or shrank."""
-        return any(len(value) != length for value, length in self._lengths) or any(
-            record.attributes.get(name, record) is not value
-            for module, record in self._records.items()
-            for name, value in module.__dict__.items()
-        )
-
-    def changed_container(self, restore: bool = False) -> tuple[str, Any] | None:
-        """Name and value of the first attribute whose list or dict holds something else; all such can be put back."""
-        changed = [
-            (name, value, before) for name, value, before in self._containers if not same_contents(before, value)
-        ]
-        for _, value, before in changed if restore else ():
-            places.CONTAINER.write(value, None, before)
-        return changed[0][:2] if changed else None
-
-    def drawn(self) -> str | None:
-        """The name of an attribute whose generator drew."""
-        draws = (name for name, value, state in self._generators if not torch.equal(value.get_state(), state))
-        return next(draws, None)
 
     def buffers_written(self) -> bool:
         return any(_version_of(buffer) != version for buffer, version in self._versions) or any(
@@ -232,6 +199,47 @@ class ModuleSnapshot:
                 record.put_buffers(module)
 
 
+class ContentsSnapshot(ModuleSnapshot):
+    """The same, and what is in their lists and dicts, and the state of their generators."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__(modules)
+        self._lengths: list[tuple[Any, int]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[str, torch.Generator, torch.Tensor]] = []
+        for record in self._records.values():
+            for name, value in record.attributes.items():
+                kind = type(value)
+                if kind in _CONTAINERS:
+                    self._lengths.append((value, len(value)))
+                    if (kind is dict or kind is list) and name not in REGISTERED:
+                        self._containers.append((name, value, value.copy()))
+                elif kind is torch.Generator:
+                    self._generators.append((name, value, value.get_state()))
+
+    def holds_new_values(self) -> bool:
+        """Whether an attribute was set, to the same value even, or a container among them grew or shrank."""
+        return any(len(value) != length for value, length in self._lengths) or any(
+            record.attributes.get(name, record) is not value
+            for module, record in self._records.items()
+            for name, value in module.__dict__.items()
+        )
+
+    def changed_container(self, restore: bool = False) -> tuple[str, Any] | None:
+        """Name and value of the first attribute whose list or dict holds something else; all such can be put back."""
+        changed = [
+            (name, value, before) for name, value, before in self._containers if not same_contents(before, value)
+        ]
+        for _, value, before in changed if restore else ():
+            places.CONTAINER.write(value, None, before)
+        return changed[0][:2] if changed else None
+
+    def drawn(self) -> str | None:
+        """The name of an attribute whose generator drew."""
+        draws = (name for name, value, state in self._generators if not torch.equal(value.get_state(), state))
+        return next(draws, None)
+
+
 PlaceValues = Mapping[tuple[str, int, Any], Any]
 """What places hold, by `Place.identity`."""
 
@@ -256,6 +264,12 @@ class PythonSnapshot:
 
     def diff(self) -> Iterator[Place]:
         return (place for place in self.reach.places if place.is_changed())
+
+    def narrowed(self) -> PythonSnapshot:
+        """The same of those places alone that hold something else now: quick to look at several times."""
+        narrowed = copy.copy(self)
+        narrowed.reach = replace(self.reach, places=list(self.diff()))
+        return narrowed
 
     def side_effects(self, expected: PlaceValues | None = None) -> list[str]:
         """What the modules' own code has changed, in words; tensors that a dict got don't count.
@@ -359,34 +373,3 @@ def python_restored(model: nn.Module, function: Any = None) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
-
-
-class QuickComparison:
-    """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
-
-    Random generators among them are not looked at.
-    """
-
-    def __init__(self, all_places: Iterable[Place]) -> None:
-        by_kind: dict[str, list[Place]] = {}
-        for place in all_places:
-            by_kind.setdefault(place.kind, []).append(place)
-        containers = [place for place in by_kind.get("container", ()) if place.view is places.CONTAINER]
-        self._dicts = [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)]
-        self._lists = [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))]
-        self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
-        self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
-        self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
-        self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
-        self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
-        self._others += [place for place in by_kind.get("container", ()) if place.view is not places.CONTAINER]
-
-    def is_same(self) -> bool:
-        return (
-            all(list(map(id, dict.values(owner))) == held for owner, held in self._dicts)
-            and all(list(map(id, owner)) == held for owner, held in self._lists)
-            and all(owner == held for owner, held in self._sets)
-            and all(owner.get(key) is held for owner, key, held in self._variables)
-            and all(len(owner) == number for owner, number in self._names)
-            and not any(place.is_changed() for place in self._others)
-        )

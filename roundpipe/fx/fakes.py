@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.storages import quant_state_of
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
@@ -317,7 +317,7 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     """
     twins: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules_in(model).items():
         names[module] = name
         is_scripted = isinstance(module, torch.jit.ScriptModule)
         twins[module] = module if is_scripted else object.__new__(type(module))
@@ -325,19 +325,25 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     replacements: dict[Any, Any] = {**twins, **fake_of}
     for module, twin in twins.items():
         if twin is not module:
-            twin.__dict__.update({key: _replaced(value, replacements) for key, value in module.__dict__.items()})
+            held = twin.__dict__
+            held.update(module.__dict__)
+            for key, value in module.__dict__.items():
+                if type(value) not in _MOST_VALUES:
+                    held[key] = _replaced(value, replacements)
     return twins[model], names
 
 
-_MOST_VALUES = (type(None), bool, int, float, str)
-_MOST_CONTAINERS = (dict, OrderedDict, list)
+_MOST_VALUES = frozenset({type(None), bool, int, float, str})
+_MOST_CONTAINERS = frozenset({dict, OrderedDict, list})
 
 
 def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> Any:
     """An attribute's value with other modules and tensors in it, containers copied."""
     kind = type(value)
-    if kind in _MOST_VALUES or (kind in _MOST_CONTAINERS and not value):  # nearly all: hooks that are not there
-        return kind() if kind in _MOST_CONTAINERS else value
+    if kind in _MOST_VALUES:
+        return value
+    if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
+        return kind()
     if isinstance(value, (nn.Module, torch.Tensor)):
         return replacements.get(value, value)
     if depth > 3:

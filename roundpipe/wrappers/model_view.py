@@ -16,6 +16,7 @@ from torch import nn
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.module_tree import named_modules_in
 from roundpipe.runtime.optimizer.update import inside_optimizer
 from roundpipe.wrappers.session import Session
 
@@ -259,7 +260,7 @@ def check_wrappable(model: Any, wrapper: str) -> None:
         raise ConfigError(f"{wrapper}: model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules_in(model).items():
         for name, child in module._modules.items():
             if isinstance(child, ModelView):
                 outer, where = type(model).__name__, f"{prefix}.{name}".lstrip(".")

@@ -16,7 +16,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.effects.places import HOOKS
-from roundpipe.effects.snapshot import ModuleSnapshot, TensorVersions, WeightSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot, TensorVersions, WeightSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
@@ -63,14 +63,14 @@ class StateWatch:
         self._calls_left -= 1
         return self._calls_left >= 0
 
-    def kept_state(self, before: ModuleSnapshot) -> str | None:
+    def kept_state(self, before: ContentsSnapshot) -> str | None:
         """What the forward that ran since then keeps for later ones, in words."""
         words = next(self._findings(before), None)
         if words is not None:
             self._calls_left = 0
         return words
 
-    def _findings(self, before: ModuleSnapshot) -> Iterator[str]:
+    def _findings(self, before: ContentsSnapshot) -> Iterator[str]:
         if container := before.changed_container():
             yield f"changes the {type(container[1]).__name__} in attribute {container[0]!r}"
         if drawn := before.drawn():
@@ -112,7 +112,7 @@ class _ModuleLayer(nn.Module):
         layer = layer or type(module).__name__
         weights = WeightSnapshot(module)
         given = TensorVersions(trees.tensors((args, kwargs)) if self.unpack else ())
-        before = ModuleSnapshot(module.modules()) if self.watch.is_due() else None
+        before = ContentsSnapshot(module.modules()) if self.watch.is_due() else None
         output = module(*args, **kwargs)
         if written := weights.diff():
             raise ConfigError(

@@ -25,7 +25,7 @@ from roundpipe.core.layers import Carry
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.places import CONTAINER, same_contents
 from roundpipe.effects.run_once import hooks_run_around
-from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import AttributeChange, ContentsSnapshot, WeightSnapshot
 from roundpipe.effects.uses import attributes_read, uses_of_forward
 from roundpipe.runtime.engine.recompute import doing_recompute
 
@@ -123,7 +123,7 @@ class WatchedModule(nn.Module):
         versions = [(tensor, tensor._version) for tensor in trees.tensors(outside)]
         containers = [(value, copy.copy(value)) for value in _containers(outside)]
         collectors = [(value, copy.copy(value)) for value in _containers(contextvars.copy_context().values())]
-        snapshot = ModuleSnapshot(self.module.modules())
+        snapshot = ContentsSnapshot(self.module.modules())
         weights = WeightSnapshot(self.module)
         run = self.module.forward if self._passing_on is None and hooks_run_around(self.module) else self.module
         result = run(*args, **kwargs)

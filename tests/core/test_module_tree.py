@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.core.module_tree import modules_in, parameters_in
+from roundpipe.core.module_tree import modules_in, named_modules_in, parameters_in
 
 
 def shared() -> nn.Module:
@@ -57,4 +57,6 @@ def cyclic() -> nn.Module:
 def test_as_torch_walks(make: Any) -> None:
     model = make()
     assert list(map(id, modules_in(model))) == list(map(id, model.modules()))
+    assert list(named_modules_in(model)) == [name for name, _ in model.named_modules()]
+    assert list(map(id, named_modules_in(model).values())) == list(map(id, model.modules()))
     assert list(map(id, parameters_in(model))) == list(map(id, model.parameters()))

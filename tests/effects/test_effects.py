@@ -9,7 +9,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot, WeightSnapshot
 from roundpipe.wrappers.module_layers import StateWatch
 
 
@@ -133,7 +133,7 @@ def test_only_the_first_calls_are_looked_at(kind):
     layer, watch, findings = kind(), StateWatch(), []
     for _ in range(StateWatch.CALLS):
         if watch.is_due():
-            before = ModuleSnapshot(layer.modules())
+            before = ContentsSnapshot(layer.modules())
             layer(torch.ones(2, 4))
             findings.append(watch.kept_state(before))
     assert [words for words in findings if words] == ([KEEPING[kind]] if kind in KEEPING else [])
@@ -144,7 +144,7 @@ def test_only_the_first_calls_are_looked_at(kind):
 def test_collections_are_put_back():
     layer = Collects()
     layer.table = {"a": 1}
-    before = ModuleSnapshot(layer.modules())
+    before = ContentsSnapshot(layer.modules())
     assert before.changed_container() is None
     layer(torch.ones(2, 4))
     layer.table.clear()

@@ -10,6 +10,7 @@ Invariant: `ModelGuard.change` returns None only if the model's code would find 
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +20,11 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH
+from roundpipe.core.module_tree import modules_in, named_modules_in
+from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH, Place
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
-from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
+from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
 from roundpipe.fx.sizes import flat_values
 
@@ -109,7 +110,7 @@ class ModelGuard:
         leaf_hooks = [(leaf, hooks) for leaf in leaves for hooks in (leaf._forward_hooks, leaf._forward_pre_hooks)]
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
-        self._quick = QuickComparison(self._python.reach.places)
+        self._quick = _QuickComparison(self._python.reach.places)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
@@ -126,7 +127,7 @@ class ModelGuard:
             if place.view is CONTAINER and (view := reads.view(place.owner)) is not None:
                 held = view.read(place.owner, None)
                 self._python.reach.places[index] = replace(place, view=view, held=held)
-        self._quick = QuickComparison(self._python.reach.places)
+        self._quick = _QuickComparison(self._python.reach.places)
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""
@@ -223,6 +224,37 @@ class ModelGuard:
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
 
 
+class _QuickComparison:
+    """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
+
+    Random generators among them are not looked at.
+    """
+
+    def __init__(self, all_places: Iterable[Place]) -> None:
+        by_kind: dict[str, list[Place]] = {}
+        for place in all_places:
+            by_kind.setdefault(place.kind, []).append(place)
+        containers = [place for place in by_kind.get("container", ()) if place.view is CONTAINER]
+        self._dicts = [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)]
+        self._lists = [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))]
+        self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
+        self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
+        self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
+        self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
+        self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
+        self._others += [place for place in by_kind.get("container", ()) if place.view is not CONTAINER]
+
+    def is_same(self) -> bool:
+        return (
+            all(list(map(id, dict.values(owner))) == held for owner, held in self._dicts)
+            and all(list(map(id, owner)) == held for owner, held in self._lists)
+            and all(owner == held for owner, held in self._sets)
+            and all(owner.get(key) is held for owner, key, held in self._variables)
+            and all(len(owner) == number for owner, number in self._names)
+            and not any(place.is_changed() for place in self._others)
+        )
+
+
 class _WeightForms:
     """What a model's parameters and buffers look like, whichever tensors are in their places later.
 
@@ -231,7 +263,7 @@ class _WeightForms:
     """
 
     def __init__(self, model: nn.Module, replaced: Collection[str]) -> None:
-        modules = dict(model.named_modules())
+        modules = named_modules_in(model)
         uses = {kind: uses_of_forward(kind) for kind in set(map(type, modules.values()))}
         set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
         parameters, buffers = [], []

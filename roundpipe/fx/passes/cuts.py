@@ -27,6 +27,7 @@ from torch.fx import Node
 from roundpipe.core import balance as chain_balance
 from roundpipe.core.errors import ConfigError, PartitionError, TraceError, shown
 from roundpipe.core.layers import BalanceFunction
+from roundpipe.core.module_tree import named_modules_in
 from roundpipe.fx.graph.nodes import (
     covered_module,
     installs_hook,
@@ -319,7 +320,7 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
     own, plain layers with weights count (a `Sequential` of `Linear`s).
     """
     repeated: dict[str, nn.Module] = {}
-    for name, container in traced.model.named_modules():
+    for name, container in named_modules_in(traced.model).items():
         if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             kinds = Counter(map(type, container.children()))
             for key, child in container.named_children():

@@ -14,7 +14,7 @@ from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Carry
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.places import HOOKS
-from roundpipe.effects.snapshot import ModuleSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.nodes import GraphInterpreter
 from roundpipe.fx.sizes import flat_tensors
@@ -79,7 +79,7 @@ class GraphRun(LayerRun):
         if node.op == "call_module":
             modules.append(attribute(self.root, node))
         parts = [part for module in modules for part in modules_in(module)]
-        before = ModuleSnapshot(parts)
+        before = ContentsSnapshot(parts)
         with OperatorEffects() as writes:
             value = self.run_node(node)
         if before.diff() or before.buffers_written() or before.holds_new_values():

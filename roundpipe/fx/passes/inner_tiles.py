@@ -19,7 +19,7 @@ from roundpipe.core import trees
 from roundpipe.core.modes import has_saved_tensor_hooks
 from roundpipe.core.tiled_regions import Region, RowResult
 from roundpipe.core.tiling import Rows
-from roundpipe.effects.snapshot import ModuleSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot
 from roundpipe.fx.operations import NamedCall, call_leaf
 from roundpipe.fx.passes.graph_run import GraphRun, OperatorEffects, attribute, has_own_function, why_opaque
 from roundpipe.fx.passes.regions import RowSpace
@@ -129,7 +129,7 @@ def _tiled_forward(
     values = [_leaf(value) for value in (*args, *kwargs.values())]
     rows: list[Rows | None] = [space.rows_of(value) if isinstance(value, torch.Tensor) else None for value in values]
     watch = RowWatch(space.sizes, [(value, dims) for value, dims in zip(values, rows, strict=True) if dims], [])
-    before, number = ModuleSnapshot(module.modules()), len(args)
+    before, number = ContentsSnapshot(module.modules()), len(args)
     with OperatorEffects() as effects, watch:
         result = module(*values[:number], **dict(zip(kwargs, values[number:], strict=True)))
     is_pure = not (before.diff() or before.holds_new_values() or effects.written - effects.born)

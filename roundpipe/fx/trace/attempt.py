@@ -21,7 +21,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.reach import ReachedState
@@ -66,8 +66,8 @@ class Attempt:
         self._reach = reach
         self._call_modes = CallModes.current()
         self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
-        modules = world.model.named_modules()
-        hooked = [name for name, module in modules if any(module.__dict__[kind] for kind in HOOKS)]
+        modules = named_modules_in(world.model)
+        hooked = [name for name, module in modules.items() if any(module.__dict__[kind] for kind in HOOKS)]
         names = world.name_of_module
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         self._before = ModuleSnapshot(modules_in(world.twin))

@@ -17,7 +17,7 @@ from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.places import OF_TORCH
-from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read, uses_of_forward
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, is_fake, real_world
 from roundpipe.fx.locations import model_location
@@ -125,7 +125,7 @@ class LeafRunner:
             sibling = self._sibling(module, args, kwargs)
             if sibling is not None:
                 return sibling
-        state = ModuleSnapshot(modules_in(module))
+        state = ContentsSnapshot(modules_in(module))
         run = self._watched(module, name, args, kwargs, state)
         if not state.holds_new_values():
             self._siblings.put(module, run, args, kwargs)

@@ -148,14 +148,15 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         for _ in range(MAX_SETTLING_RUNS):
             attempt = Attempt(world, form, knowledge, outside, python.reach)
             traced = attempt.run()
-            for drawn in (place.words for place in python.diff() if place.kind == "random"):
+            now = python.narrowed()
+            for drawn in (place.words for place in now.diff() if place.kind == "random"):
                 words = f"it draws random numbers from {drawn}, which a graph would specialize"
                 raise _refusal(world, drawn, TraceError(words, TraceCause.RANDOM))
-            attempt.refuse_activations(python)
+            attempt.refuse_activations(now)
             changed.update(attempt.changed_attributes())
             seen = {(type(module), attribute) for module, attribute in changed}
             knowledge = replace(knowledge, seen_to_set=knowledge.seen_to_set | seen)
-            changes = list(dict.fromkeys([*changed.values(), *python.side_effects()]))
+            changes = list(dict.fromkeys([*changed.values(), *now.side_effects()]))
             if knowledge.is_pure and (changes := [*changes, *attempt.recorder.findings.not_kept]):
                 words = f"it changes {', '.join(changes)}, which calls of a graph would not"
                 raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
@@ -163,22 +164,22 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             if not changes or printed == previous:
                 completed.keep_read()
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
-                handed_on |= {place.words for place in python.changed() if completed.are_all_of(place)}
+                handed_on |= {place.words for place in now.changed() if completed.are_all_of(place)}
                 lost = [words for words in changes if words not in handed_on]
                 lost += attempt.recorder.findings.not_kept
                 if lost:
                     words = "%s: its forward sets %s; the compiled model runs as if it had not"
                     logger.warning(words, type(world.model).__name__, ", ".join(lost))
-                counts = _counting(world, state, values, python.side_effects(places))
-                own = state.diff(), python.changed_values(), counts
+                counts = _counting(world, state, values, now.side_effects(places))
+                own = state.diff(), now.changed_values(), counts
                 is_stable = True
                 return traced, functools.partial(attempt.traced_parts, *own)
             previous = printed
             values = {(change.module, change.name): change.now for change in state.diff()}
-            places = python.changed_values()
-            completed = CompletedTexts(python.changed())
+            places = now.changed_values()
+            completed = CompletedTexts(now.changed())
             state.restore_tensors(keep=changed)
-            python.restore_tensors()
+            now.restore_tensors()
     except Retry as retry:
         retry.seen_to_set = knowledge.seen_to_set
         raise

@@ -19,7 +19,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import said
 from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
+from roundpipe.effects.snapshot import ContentsSnapshot, python_restored
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.nodes import GraphInterpreter, is_accessor, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
@@ -99,7 +99,7 @@ class _ShapeRun(GraphInterpreter):
         if known is not None:
             return known.out
         versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
-        state = ModuleSnapshot(modules_in(module))
+        state = ContentsSnapshot(modules_in(module))
         out = call_leaf(module, *args, **kwargs)
         written = tuple(tensor for tensor, version in versions if tensor._version != version)
         if not state.holds_new_values():

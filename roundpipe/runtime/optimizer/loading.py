@@ -1,8 +1,9 @@
 """Loads into the user's own model, behind the wrapper: the optimizer's copies must not bring the old weights back.
 
-Each module gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the model) and
-one after (start the copies of its own parameters again from what was loaded, with ``assign=True`` new objects). So a
-load into any part of the model counts, and one into the whole costs each copy once.
+Each module with parameters of its own gets a hook before its ``load_state_dict`` (wait for the running update, which
+writes into the model) and one after (start the copies of these parameters again from what was loaded, with
+``assign=True`` new objects). So a load into any part of the model counts, and one into the whole costs each copy once.
+The model itself, and modules that load in a way of their own, get them, too.
 Invariant: hooks in copies and pickles of the model do nothing; a model whose wrapper is gone or closed has none.
 """
 
@@ -16,6 +17,9 @@ import torch
 from torch import nn
 
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+
+_LOADING = ("_load_from_state_dict", "set_extra_state")
+"""Methods by which a module loads what is its own."""
 
 
 class _Hook:
@@ -45,13 +49,24 @@ def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
             yield from child.named_parameters(f"{name}.{child_name}" if name else child_name, remove_duplicate=False)
 
 
+def _loads_weights(module: nn.Module) -> bool:
+    """Whether a load may write parameters by what is the module's own, beside what those below it load."""
+    return (
+        bool(module._parameters)
+        or any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _LOADING)
+        or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+        or any(isinstance(child, torch.jit.ScriptModule) for child in module._modules.values())
+    )
+
+
 class LoadWatch:
     """Watches the ``load_state_dict`` of the user's model; holds the optimizer's side, whose copies follow, weakly."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, module in model.named_modules(remove_duplicate=False):
-            if not isinstance(module, torch.jit.ScriptModule):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if not is_scripted and (module is model or _loads_weights(module)):
                 before, after = (_Hook(optimizer, name, is_before) for is_before in (True, False))
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
                 self._handles.append(module.register_load_state_dict_post_hook(after))
