@@ -208,6 +208,31 @@ def test_predictions_are_generated_on_the_device(tmp_path: Path, monkeypatch: py
     assert torch.equal(*predictions) and names == ["generate"]
 
 
+@pytest.mark.long
+def test_evaluations_measure_what_is_generated_beside_the_loss(tmp_path: Path) -> None:
+    """During training, and once more with a beam; the best checkpoint is loaded at the end."""
+
+    def first_tokens(predicted: Any) -> dict[str, float]:
+        return {"accuracy": float(predicted.predictions[:, 1:3].mean())}
+
+    options = {
+        "devices": 2,
+        "gradient_accumulation_steps": 3,
+        "learning_rate": 0.1,
+        "predict_with_generate": True,
+        "generation_max_length": 7,
+        "compute_metrics": first_tokens,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    trainers = train_both(t5, tmp_path, (transformers.Seq2SeqTrainer, Seq2SeqInRotation), **options)
+    plain, ours = (trainer.predict(texts(5, 7), num_beams=2) for trainer in trainers)
+    assert (plain.predictions == ours.predictions).all() and (plain.label_ids == ours.label_ids).all()
+    assert plain.metrics["test_loss"] == pytest.approx(ours.metrics["test_loss"], abs=1e-5)
+
+
 def test_a_model_without_generate_is_left_alone_where_a_trainer_would_ask_for_it() -> None:
     model = torch.nn.Linear(2, 2)
     with roundpipe.compile(model, devices=["cpu"]) as pipe, generating(model, pipe) as plain:

@@ -9,8 +9,17 @@ import pytest
 import torch
 from transformers import Trainer
 
+import roundpipe
 from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer, RoundPipeTrainerMixin
-from tests.integrations.trainers import adapted, assert_same_log, assert_same_weights, llama, make_trainer, train_both
+from tests.integrations.trainers import (
+    adapted,
+    assert_same_log,
+    assert_same_weights,
+    llama,
+    make_trainer,
+    texts,
+    train_both,
+)
 
 
 class Scaled(Trainer):
@@ -114,6 +123,33 @@ def test_a_batch_size_is_found_by_trial(tmp_path: Path) -> None:
     kinds = without_room(Trainer), without_room(RoundPipeTrainer)
     plain, ours = train_both(llama, tmp_path, kinds, **options)
     assert plain._train_batch_size == ours._train_batch_size <= 3
+
+
+@pytest.mark.long
+def test_a_batch_size_is_found_that_fits_the_device(tmp_path: Path) -> None:
+    """Steps that do not fit leave nothing behind: training is that of a plain trainer with the size that is found."""
+    options = {"max_steps": 2, "train_dataset": texts(128), "optim": "sgd", "learning_rate": 0.1}
+    rotation = {
+        "devices": [roundpipe.Device("cpu", memory_bytes="640KiB")],
+        "run_config": {"num_microbatch": 1, "tiles": 1},
+    }
+    ours = make_trainer(
+        RoundPipeTrainer,
+        llama(),
+        tmp_path,
+        rotation=rotation,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=64,
+        **options,
+    )
+    ours.train()
+    found = ours._train_batch_size
+    assert 1 < found < 64
+    plain = make_trainer(Trainer, llama(), tmp_path, per_device_train_batch_size=found, **options)
+    plain.train()
+    logs = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (plain, ours)]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-5)
+    assert_same_weights(plain.model, ours.model)
 
 
 @pytest.mark.parametrize("make", [llama, adapted], ids=["full", "adapters"])

@@ -95,6 +95,20 @@ def test_training_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> No
     assert len({(folder / "config.json").read_text() for folder in saved}) == 1
 
 
+@pytest.mark.long
+def test_a_model_that_is_made_anew_for_each_training_is_equal(tmp_path: Path) -> None:
+    """As `model_init` does, for a search of hyperparameters: the second training begins with another model."""
+    trained = []
+    for kind in (Trainer, RoundPipeTrainer):
+        trainer = make_trainer(kind, None, tmp_path, model_init=one_layer, gradient_accumulation_steps=2)
+        first = trainer.train().training_loss, trainer.model
+        second = trainer.train().training_loss, trainer.model
+        assert first[0] == second[0] and first[1] is not second[1]
+        trained.append(trainer)
+    assert_same_log(*trained)
+    assert_same_weights(*(trainer.model for trainer in trained))
+
+
 class Scaled(Trainer):
     """Scales its loss as fp16 does on a GPU, by so much that the first gradients overflow."""
 
