@@ -1,6 +1,7 @@
 """Campaigns of random cases against what `docs/reliability.md` promises: ``python -m tests.campaigns faults``.
 
     faults      raised in users' code and in the library
+    sweep       the same at every visit of every place
     interrupts  Ctrl-C at a line or a moment of a step
     signals     Ctrl-C at a moment of a trace, a save or a load
     exits       signals that end a process
@@ -59,11 +60,26 @@ def _campaign(function: Callable[[], Iterator[Examine]]) -> None:
 
 @_campaign
 def faults() -> Iterator[Examine]:
-    from tests.faults.campaign import draw_case, examine
+    from tests.faults.campaign import examine
+    from tests.faults.cases import draw_case
     from tests.faults.library import points_in_library
 
     def run(seed: int) -> Result:
         outcome = examine(draw_case(seed))
+        return Result([f"{outcome.case}: {problem}" for problem in outcome.problems], outcome.num_faults)
+
+    with points_in_library():
+        yield run
+
+
+@_campaign
+def sweep() -> Iterator[Examine]:
+    from tests.faults import campaign
+    from tests.faults.cases import sweep_case
+    from tests.faults.library import points_in_library
+
+    def run(seed: int) -> Result:
+        outcome = campaign.sweep(sweep_case(seed))
         return Result([f"{outcome.case}: {problem}" for problem in outcome.problems], outcome.num_faults)
 
     with points_in_library():

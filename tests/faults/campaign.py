@@ -1,10 +1,13 @@
 """Raises faults in users' code and in the library, and looks at what is left: ``python -m tests.campaigns faults``.
 
 Each case makes a model in one of four ways (traced, wrapped by hand, wrapped module by module, fallback) for 1 to 3
-workers, runs a clean step to count the visits of every place, and then another one in which one visit raises, several
-times. After each:
+workers, or for one on which its weights live, runs a clean step to count the visits of every place, and then another
+one in which one visit raises, several times. ``python -m tests.campaigns sweep`` goes through all visits of all places
+instead. After each:
 
-    type        the caller got the exception that was raised; a visit that is only delayed raises nothing
+    type        the caller got the exception that was raised; a visit that is only delayed raises nothing, nor does a
+                lack of memory on a worker with a budget, whose call is run again
+    update      if nothing was raised, the weights are those of eager's update, or of none
     note        it says where it was raised: layer, stage, microbatch and phase are right; and if gradients are left
     checkpoint  one that was written before, or the one that was being written, loads
     leak        as many bytes of tensors are alive as after the clean step
@@ -19,61 +22,32 @@ import copy
 import gc
 import itertools
 import random
+import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from roundpipe import ExecutePlan, RoundPipeRunConfig
-from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
+from roundpipe import Device, DeviceMemoryError, RoundPipeRunConfig
 from tests.faults import models
+from tests.faults.cases import FAULTS, Case, draw_plan
 from tests.faults.library import PREFIX
-from tests.faults.models import KINDS, NUM_LAYERS, loss_of
+from tests.faults.models import loss_of
 from tests.faults.notes import problem_of_gradient_note, problems_of_notes
-from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
+from tests.faults.points import POINTS, Delay, FrozenFault
 
 FAULTS_PER_CASE = 4
 """One after the other in one model, which is traced once."""
-FAULTS: dict[str, Callable[[], BaseException]] = {
-    "Exception": lambda: InjectedFault("injected"),
-    "MemoryError": lambda: MemoryError("injected"),
-    "OutOfMemoryError": lambda: torch.OutOfMemoryError("injected"),
-    "KeyboardInterrupt": lambda: KeyboardInterrupt("injected"),
-    "SystemExit": lambda: SystemExit("injected"),
-    "BaseException": lambda: InjectedBaseFault("injected"),
-    "frozen": lambda: FrozenFault("injected"),
-    "delay": lambda: Delay(),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is run, and where the fault is raised."""
-
-    seed: int
-    kind: str
-    num_workers: int
-    num_microbatches: int
-    is_async: bool
-    call: str
-    """``forward_backward`` or ``forward``, which is followed by a backward."""
-    fault: str
-    grain: RecomputeGrain
-    has_hooks: bool
-    has_function: bool
-    has_rules: bool
-    """Whether functions of the user's split and merge."""
-    saves: bool
-    """Whether each step ends with a checkpoint."""
-    place: str = ""
-    visit: int = -1
+RATE = 0.01
+BUDGET = 2**22
+"""Bytes of a worker on which the weights live."""
 
 
 @dataclass(frozen=True)
@@ -83,36 +57,6 @@ class Outcome:
     case: Case
     problems: tuple[str, ...]
     num_faults: int
-
-
-def draw_case(seed: int) -> Case:
-    """A random case."""
-    rng = random.Random(seed)
-    return Case(
-        seed=seed,
-        kind=rng.choice(KINDS),
-        num_workers=rng.randint(1, 3),
-        num_microbatches=rng.randint(1, 4),
-        is_async=rng.random() < 0.5,
-        call="forward" if rng.random() < 0.25 else "forward_backward",
-        fault=rng.choice(list(FAULTS)),
-        grain=rng.choice(RECOMPUTE_GRAINS),
-        has_hooks=rng.random() < 0.4,
-        has_function=rng.random() < 0.4,
-        has_rules=rng.random() < 0.4,
-        saves=rng.random() < 0.15,
-    )
-
-
-def draw_plan(rng: random.Random, num_layers: int = NUM_LAYERS) -> ExecutePlan:
-    """A random plan for the layers of a model that is wrapped by hand."""
-
-    def pieces(end: int) -> list[tuple[int, int]]:
-        cuts = [0, *sorted(rng.sample(range(1, end), rng.randrange(end))), end] if end else [0]
-        return list(itertools.pairwise(cuts))
-
-    tail = rng.randrange(num_layers)
-    return ExecutePlan(pieces(tail), (tail, num_layers), list(reversed(pieces(tail))))
 
 
 class Run:
@@ -125,7 +69,7 @@ class Run:
         self.twin = copy.deepcopy(self.model)
         self.x, self.label = models.make_batch()
         self.plan = None
-        if case.kind == "by hand":
+        if case.kind == "by hand" and not case.lives_there:
             plan = draw_plan(rng := random.Random(case.seed))
             self.plan = replace(plan, replicas=rng.choices((1, 1, 2, 3), k=plan.num_stages))
         config = RoundPipeRunConfig(
@@ -135,17 +79,24 @@ class Run:
             split_label=models.split_label if case.has_rules else None,
             merge_output=models.merge_output if case.has_rules else None,
             execute_plan=self.plan,
+            residency="full" if case.lives_there else None,
+            tiles=case.tiles,
+            loss_scope=case.scope,
+            loss_reduction=case.reduction,
         )
-        self.pipe = models.wrap(
-            case.kind, self.model, self.x, devices=["cpu"] * case.num_workers, model_run_config=config, name="faults"
-        )
-        self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.01)
+        devices = [Device("cpu", memory_bytes=BUDGET)] if case.lives_there else ["cpu"] * case.num_workers
+        self.pipe = models.wrap(case.kind, self.model, self.x, devices=devices, model_run_config=config, name="faults")
+        self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=RATE)
         self.folder = tempfile.TemporaryDirectory()
         self.visits: Counter[str] = Counter()
         """Of each place in the last clean step."""
 
     def step(self) -> float:
         """One step of training, with the gradients it began with taken away."""
+        if self.case.call == "evaluate":
+            with torch.no_grad():
+                self.pipe(self.x)
+            return float(self.pipe.forward_loss((self.x,), label=self.label, loss_fn=loss_of))
         if self.case.call == "forward":
             outputs = self.pipe(self.x)
             loss = loss_of(outputs, self.label)
@@ -175,6 +126,28 @@ class Run:
         self.settle()
         self.visits = POINTS.visits.copy()
 
+    def loss_of_twin(self) -> torch.Tensor:
+        """Eager's loss on the present weights; its gradients are in the twin's parameters."""
+        case, loss = self.case, torch.zeros((), dtype=torch.float64)
+        self.twin.load_state_dict(self.model.state_dict())
+        self.twin.zero_grad()
+        is_mean = case.reduction == "mean" and case.scope != "batch"
+        num_pieces = case.num_microbatches if is_mean else 1
+        for x, label in zip(self.x.tensor_split(num_pieces), self.label.tensor_split(num_pieces), strict=True):
+            loss = loss + (self.twin(x) - label).square().sum() * (len(x) / len(self.x) if is_mean else 1.0)
+        loss.backward()
+        return loss.detach()
+
+    def next_weights(self) -> list[torch.Tensor]:
+        """What the step that comes will leave in the model."""
+        self.settle()
+        self.loss_of_twin()
+        rate = 0.0 if self.case.call == "evaluate" else RATE
+        if self.case.call == "forward":  # whose loss is the caller's own
+            self.twin.zero_grad()
+            (self.twin(self.x) - self.label).square().sum().backward()
+        return [p.detach() - rate * p.grad for p in self.twin.parameters() if p.grad is not None]
+
     def settle(self) -> None:
         """Wait until nothing is under way; raises what was raised meanwhile."""
         self.pipe.synchronize()
@@ -193,7 +166,7 @@ class Run:
             return [] if any("raised in step_fn" in note for note in notes) else [f"note: {notes}"]
         has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
         return [
-            *problems_of_notes(notes, visit, case.kind, case.num_microbatches, self.plan),
+            *problems_of_notes(notes, visit, case.kind, case.num_microbatches, self.plan, case.scope == "batch"),
             *problem_of_gradient_note(notes, visit, has_gradients),
         ]
 
@@ -208,14 +181,11 @@ class Run:
         if self.case.saves:
             self.pipe.load_checkpoint(self.folder.name, optimizer=self.optimizer)
         self.clear_gradients()
-        self.twin.load_state_dict(self.model.state_dict())
-        self.twin.zero_grad()
-        expected = (self.twin(self.x) - self.label).square().sum()
-        expected.backward()
+        expected = self.loss_of_twin()
         loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=loss_of)
         self.settle()
         problems = []
-        if not torch.allclose(loss, expected.detach(), rtol=1e-9, atol=0):
+        if not torch.allclose(loss, expected, rtol=1e-9, atol=0):
             problems.append(f"next call: loss {float(loss)} for {float(expected)}")
         for (name, one), other in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
             if (
@@ -254,24 +224,51 @@ def leaks(bytes_before: int, threads_before: int) -> list[str]:
     return [f"leak: {num_bytes} bytes for {bytes_before}, {num_threads} threads for {threads_before}"]
 
 
-def examine(case: Case) -> Outcome:
-    """Run a case: faults one after the other, each at a visit drawn from those that a clean step shows.
+def _drawn(run: Run) -> Iterator[Case]:
+    """The case, each time with a place, a visit that a clean step showed, and a fault; its own fault comes first."""
+    case, choose = run.case, random.Random(run.case.seed)
+    for number in itertools.count():
+        place = choose.choice(sorted(run.visits))
+        visit = choose.choice([0, run.visits[place] - 1, choose.randrange(run.visits[place])])
+        fault = choose.choice(list(FAULTS)) if number else case.fault
+        yield replace(case, place=place, visit=visit, fault=fault)
 
-    Its first fault is the case's own; the outcome's is the last one.
-    """
-    run, choose = Run(case), random.Random(case.seed)
+
+def _all(run: Run) -> Iterator[Case]:
+    """The case with each visit of each place, and one fault after the other."""
+    first = list(FAULTS).index(run.case.fault)
+    faults = itertools.islice(itertools.cycle(FAULTS), first, None)
+    for place, num_visits in sorted(run.visits.items()):
+        for visit in range(num_visits):
+            yield replace(run.case, place=place, visit=visit, fault=next(faults))
+
+
+def examine(case: Case) -> Outcome:
+    """Run a case: `FAULTS_PER_CASE` one after the other at random visits; the outcome's case has the last one."""
+    return _examine(case, _drawn, FAULTS_PER_CASE)
+
+
+def sweep(case: Case) -> Outcome:
+    """The same at all visits."""
+    return _examine(case, _all, sys.maxsize)
+
+
+def _examine(case: Case, faults: Callable[[Run], Iterator[Case]], most: int) -> Outcome:
+    run = Run(case)
     problems: list[str] = []
     number = 0
     try:
         run.step()
         run.clean_step()
+        problems += run.check_next_step()  # starts the threads that training takes
+        run.clean_step()
         bytes_before, threads_before = alive_bytes(), threading.active_count()
-        while number < FAULTS_PER_CASE and not problems:
-            place = choose.choice(sorted(run.visits))
-            visit = choose.choice([0, run.visits[place] - 1, choose.randrange(run.visits[place])])
-            case = replace(case, place=place, visit=visit, fault=choose.choice(list(FAULTS)) if number else case.fault)
+        for each in faults(run):
+            if number == most or problems:
+                break
+            case = each
             problems += _raise_and_look(run, case)
-            if POINTS.raised is None and place.startswith(PREFIX):
+            if POINTS.raised is None and case.place.startswith(PREFIX):
                 continue  # how often weights go up depends on what stays
             number += 1
             run.clean_step()  # buffers that an update needs are there again
@@ -291,13 +288,15 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
     problems: list[str] = []
     caught: BaseException | None = None
     run.clear_gradients()
+    weights = run.next_weights()
+    may_run_again = case.lives_there and expected is torch.OutOfMemoryError
     with POINTS.armed(case.place, case.visit, FAULTS[case.fault]()):
         try:
             run.step()
             run.settle()
         except BaseException as error:
             caught = error
-        if caught is None and POINTS.raised and expected is not Delay:
+        if caught is None and POINTS.raised and expected is not Delay and not may_run_again:
             problems.append("type: nothing was raised")
         if POINTS.raised is None and not case.place.startswith(PREFIX):
             problems.append("type: the place was not visited again")
@@ -305,6 +304,10 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
         run.settle()
     except BaseException as error:
         problems.append(f"again: synchronize raised {type(error).__name__}: {error}")
+    if caught is None and not all(map(torch.allclose, run.model.parameters(), weights)):
+        problems.append("update: not eager's")
+    if may_run_again and type(caught) is DeviceMemoryError:  # no smaller plan is known
+        caught = caught.__cause__
     if caught is not None:
         if type(caught) is not expected:
             problems.append(f"type: {type(caught).__name__}: {caught}")

@@ -28,7 +28,12 @@ def microbatch_of(sample: int, num_microbatches: int) -> int:
 
 
 def problems_of_notes(
-    notes: Iterable[str], visit: Visit, kind: str, num_microbatches: int, plan: ExecutePlan | None
+    notes: Iterable[str],
+    visit: Visit,
+    kind: str,
+    num_microbatches: int,
+    plan: ExecutePlan | None,
+    has_one_loss: bool = False,
 ) -> list[str]:
     """What is wrong with the notes of an exception that was raised at a visit."""
     places = [note for note in notes if note.startswith("roundpipe: raised in ")]
@@ -39,6 +44,10 @@ def problems_of_notes(
     problems = [] if note.endswith(f", phase {phase}") else [f"note: not phase {phase}: {note}"]
     if phase in HOST_PHASES:
         return problems
+    if phase == "loss_fn" and has_one_loss:
+        return problems if "the loss of the whole batch" in note else [f"note: not the whole batch: {note}"]
+    if phase == "backward" and has_one_loss and "the loss of the whole batch" in note:
+        return problems if kind in ("fallback", "module by module") else [f"note: no microbatch: {note}"]
     assert visit.sample is not None
     microbatch = microbatch_of(visit.sample, num_microbatches)
     whole = kind in ("fallback", "module by module") and "on the host, the whole batch" in note

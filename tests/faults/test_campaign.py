@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.campaign import draw_case, examine
+from tests.faults.campaign import examine
+from tests.faults.cases import draw_plain_case
 from tests.faults.library import points_in_library
 from tests.faults.signals import Files
 
@@ -23,7 +24,7 @@ def only_what_is_made_here() -> Iterator[None]:
 @pytest.mark.parametrize("seed", [500049, pytest.param(400008, marks=pytest.mark.long)])
 def test_a_fault_leaves_nothing_behind(seed):
     with points_in_library():
-        assert examine(draw_case(seed)).problems == ()
+        assert examine(draw_plain_case(seed)).problems == ()
 
 
 @pytest.mark.long

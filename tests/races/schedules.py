@@ -12,7 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
-from tests.faults.campaign import draw_plan
+from tests.faults.cases import draw_plan
 from tests.races.timing import shaken
 
 WIDTH = 6
