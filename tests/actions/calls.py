@@ -51,9 +51,11 @@ def draw_batch(side: Side, choose: random.Random, *, is_whole: bool = False) -> 
     if choose.random() < 0.25 and not isinstance(side.model, torch.nn.Sequential):
         kwargs["mask"] = torch.rand(samples, length, generator=generator) < 0.7
     number = 1 if is_whole else choose.choice([1, 2, 2, 3, 4])
-    by_function = choose.random() < 0.15 and number <= samples  # the number is the function's business
+    splitting: Any = choose.choice([None] * 4 + ["function", "specs"])
+    if splitting == "function" and number > samples:  # the number is the function's business
+        splitting = None
     tiles = choose.choice([None, None, "off", 2, 3])
-    return Batch((x,), kwargs, label, number, choose.choice([None, "stage", "layer"]), by_function, tiles)
+    return Batch((x,), kwargs, label, number, choose.choice([None, "stage", "layer"]), splitting, tiles)
 
 
 def _mean(outputs: Any, label: Any) -> Any:
@@ -89,12 +91,17 @@ def _counted_mean(outputs: Any, label: Any) -> Any:
     return (outputs - label).abs().sum() / weight.clamp(min=1), weight
 
 
+def _counted_two(outputs: Any, label: Any) -> Any:
+    loss, weight = _counted_mean(outputs, label)
+    return [loss, outputs.square().mean()], weight
+
+
 def _draw_reduction(batch: Batch, choose: random.Random) -> Any:
     """A loss function for how the microbatches' losses are to make up the batch's."""
     batch.scope = choose.choice([None, "microbatch", "batch"])
     batch.reduction = choose.choice(["mean", "mean", None])
     if batch.reduction and choose.random() < 0.4 and int(counted(batch.label)):
-        return _counted_mean
+        return choose.choice([_counted_mean, _counted_two])
     return choose.choice([loss_of, _mean, _two])
 
 
@@ -176,6 +183,21 @@ def infer(side: Side, choose: random.Random) -> list[Any]:
     return [outputs.clone()]
 
 
+@action(0.8)
+def generate(side: Side, choose: random.Random) -> list[Any]:
+    """By a method of the model that calls it again and again."""
+    side.settle(explicit=choose.random() < 0.5)
+    batch = draw_batch(side, choose, is_whole=True)
+    if isinstance(side.model, torch.nn.Sequential) or not batch.args[0].is_floating_point():
+        return []
+    was = side.model.training
+    side.handle.train(choose.random() < 0.2)
+    with choose.choice([torch.no_grad, torch.inference_mode])():
+        rows = side.handle.generate(batch.args[0], choose.randint(1, 3))
+    side.handle.train(was)
+    return [rows.clone()]
+
+
 @action(0.7)
 def infer_packed(side: Side, choose: random.Random) -> list[Any]:
     """Outputs that are left in pieces."""
@@ -234,138 +256,6 @@ def train_counting(side: Side, choose: random.Random) -> list[Any]:
     return list(_flat(side.train(batch, lambda outputs, label: loss_of(outputs, label) / of(), True)))
 
 
-@action(5)
-def step(side: Side, choose: random.Random) -> list[Any]:
-    if side.optimizer is None:
-        new_optimizer(side, choose)
-    is_async, clips, zeroes = choose.random() < 0.6, choose.random() < 0.25, choose.random() < 0.85
-    norms = []
-    optimizer, scheduler = side.optimizer, side.scheduler
-
-    def step_fn() -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if clips:
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.5).clone())
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        if zeroes:
-            optimizer.zero_grad()
-
-    side.step(step_fn, is_async)
-    side.kept["norms"] = norms
-    return []
-
-
-@action(0.8)
-def step_plainly(side: Side, choose: random.Random) -> list[Any]:
-    """Without the wrapper's step."""
-    if side.optimizer is None:
-        new_optimizer(side, choose)
-    side.step_plainly()
-    return []
-
-
-@action(0.7)
-def step_scaled(side: Side, choose: random.Random) -> list[Any]:
-    """A call and a step with a scaler, between two moments at which there are no gradients."""
-    if side.optimizer is None:
-        new_optimizer(side, choose)
-    zero_grad_all(side)
-    batch = draw_batch(side, choose)
-    optimizer, is_async = side.optimizer, choose.random() < 0.6
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if isinstance(side, Piped):
-        scaler = roundpipe.GradScaler("cpu", init_scale=256.0)
-        loss, _ = side.train(batch, lambda outputs, label: scaler.scale(loss_of(outputs, label)), False)
-        loss = loss / 256.0
-        side.step(lambda: (scaler.step(optimizer), scaler.update(), optimizer.zero_grad()), is_async)
-    else:
-        loss, _ = side.train(batch, loss_of, False)
-        side.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async)
-    if any(id(copy) not in known for copy in side.optim_parameters().values()):
-        zero_grad_all(side)  # no scaler has seen theirs
-    return [loss]
-
-
-def zero_grad_all(side: Side) -> None:
-    """No gradients anywhere."""
-    side.settle()
-    side.handle.zero_grad()
-    side.edited_gradients()
-
-
-@action(1)
-def new_optimizer(side: Side, choose: random.Random) -> list[Any]:
-    """Another one, of the parameters that are trained now, or of some of them."""
-    side.settle()
-    copies = side.optim_parameters()
-    if not copies:
-        return []
-    names = [name for name in copies if choose.random() < 0.8] or list(copies)
-    parameters = [copies[name] for name in names]
-    make = choose.choice(
-        [
-            lambda: torch.optim.SGD(parameters, lr=0.02),
-            lambda: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.01),
-            lambda: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
-        ]
-    )
-    side.optimizer = make()
-    side.scheduler = torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) if choose.random() < 0.3 else None
-    return []
-
-
-@action(0.6)
-def add_group(side: Side, choose: random.Random) -> list[Any]:
-    """The parameters that the optimizer does not have."""
-    if side.optimizer is not None and side.scheduler is None:
-        side.settle()
-        known = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
-        others = [copy for copy in side.optim_parameters().values() if id(copy) not in known]
-        if others:
-            side.optimizer.add_param_group({"params": others, "lr": 0.005})
-    return []
-
-
-@action(0.5)
-def change_rate(side: Side, choose: random.Random) -> list[Any]:
-    side.settle()
-    for group in side.optimizer.param_groups if side.optimizer is not None else ():
-        group["lr"] *= 0.5
-    return []
-
-
-@action(0.8)
-def zero_grad(side: Side, choose: random.Random) -> list[Any]:
-    """Through the wrapper, the model or the optimizer."""
-    way = choose.choice(["wrapper", "model", "optimizer", "wrapper to zero"])
-    side.settle()
-    if way == "optimizer" and side.optimizer is not None:
-        # what `synchronize` shows is theirs; a model's ``.grad`` that stays is handed over again
-        side.model.zero_grad()
-        side.optimizer.zero_grad()
-    elif way == "model":
-        side.model.zero_grad()
-    else:
-        side.handle.zero_grad(set_to_none=way == "wrapper")
-    side.edited_gradients()
-    return []
-
-
-@action(0.6)
-def edit_gradients(side: Side, choose: random.Random) -> list[Any]:
-    side.settle()
-    for parameter in side.model.parameters():
-        if parameter.grad is not None:
-            if choose.random() < 0.5:
-                parameter.grad.mul_(0.5)
-            else:
-                parameter.grad = parameter.grad.clone() * 2
-    side.edited_gradients()
-    return []
-
-
 @action(1.0)
 def synchronize(side: Side, choose: random.Random) -> list[Any]:
     side.settle()
@@ -374,8 +264,11 @@ def synchronize(side: Side, choose: random.Random) -> list[Any]:
 
 @action(0.3)
 def seed(side: Side, choose: random.Random) -> list[Any]:
+    """A call leaves Python's random numbers as they were; of torch's it may draw a seed."""
     torch.manual_seed(choose.randrange(100))
-    return []
+    random.seed(choose.randrange(100))
+    result = side.train(draw_batch(side, choose), loss_of, False)
+    return [*_flat(result), random.random()]
 
 
 def _flat(value: Any) -> Any:

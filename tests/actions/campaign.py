@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roundpipe import RoundPipeError
-from tests.actions import changes  # noqa: F401 - registers actions
+from tests.actions import changes, steps  # noqa: F401 - register actions
 from tests.actions.calls import ACTIONS
 from tests.actions.models import Setup
 from tests.actions.sides import Eager, Piped, Side

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,17 @@ def add_buffer(side: Side, choose: random.Random) -> list[Any]:
 @action(0.8)
 def set_gain(side: Side, choose: random.Random) -> list[Any]:
     choose.choice(blocks_of(side.model)).gain = choose.choice([0.25, 0.5, 2.0])
+    return []
+
+
+@action(0.7)
+def change_config(side: Side, choose: random.Random) -> list[Any]:
+    """In the object that all blocks have in common, or by another one for a block."""
+    block, slope = choose.choice(blocks_of(side.model)), choose.choice([0.25, 0.5, 2.0])
+    if choose.random() < 0.6:
+        block.config.slope = slope
+    else:
+        block.config = SimpleNamespace(slope=slope)
     return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,12 +42,13 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.activation: nn.Module = nn.Tanh()
         self.gain = 1.0
+        self.config = SimpleNamespace(slope=1.0)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.activation(self.inner(x)) * self.gain
+        y = self.activation(self.inner(x)) * (self.gain * self.config.slope)
         offset = getattr(self, "offset", None)
         return x + y if offset is None else x + y + offset
 
@@ -122,6 +124,12 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def generate(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Some rows more, each from a call of the whole model."""
+        for _ in range(number):
+            x = torch.cat([x, self(x)[:, None]], 1)
+        return x
+
 
 class Decides(Net):
     """With a branch on data, which can't be traced."""
@@ -158,7 +166,8 @@ class Setup:
             memory_bytes=choose.choice([2**13, 2**14, 2**20, 2**22]) if choose.random() < 0.2 else None,
         )
         if choose.random() < 0.15:
-            setup = replace(setup, num_workers=1, memory_bytes=2**22, lives_there=True)
+            memory_bytes = choose.choice([2**22, 2**22, 2**14, 2**13])  # of which the latter are for some layers
+            setup = replace(setup, num_workers=1, memory_bytes=memory_bytes, lives_there=True)
         return setup
 
     def __str__(self) -> str:
@@ -172,6 +181,8 @@ class Setup:
         """The model, the same at every call."""
         torch.manual_seed(self.seed)
         blocks = [block() for block in self.blocks]
+        for block in blocks[1:]:
+            block.config = blocks[0].config
         if self.kind == "by hand":
             model: nn.Module = nn.Sequential(Stem(), *blocks, Head())
         else:

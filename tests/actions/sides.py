@@ -8,10 +8,11 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from roundpipe import RoundPipeRunConfig
 from tests.actions.models import Setup, wrap
@@ -28,7 +29,7 @@ class Batch:
     label: torch.Tensor | None
     num_microbatches: int
     grain: Any = None
-    splits_by_function: bool = False
+    splitting: Literal["function", "specs"] | None = None
     tiles: Any = None
     reduction: Any = None
     scope: Any = None
@@ -42,11 +43,16 @@ class Batch:
             yield each, {name: parts[index] for name, parts in kwargs.items()}, labels[index]
 
     def config(self) -> RoundPipeRunConfig:
-        split = _split_by_function if self.splits_by_function else None
+        rules: dict[str, Any] = {}
+        if self.splitting == "function":
+            rules = {"split_input": _split_by_function, "split_label": _split_label, "merge_output": torch.cat}
+        elif self.splitting == "specs":
+            args, kwargs = (TensorChunkSpec(0),) * len(self.args), dict.fromkeys(self.kwargs, TensorChunkSpec(0))
+            rules = {"split_input": (args, kwargs or None), "split_label": TensorChunkSpec(0)}
         return RoundPipeRunConfig(
             num_microbatch=self.num_microbatches,
             recompute_grain=self.grain,
-            split_input=split,
+            **rules,
             tiles=self.tiles,
             loss_reduction=self.reduction,
             loss_scope=self.scope,
@@ -58,6 +64,10 @@ def _split_by_function(args: tuple[Any, ...], kwargs: dict[str, Any], number: in
     pieces = list(zip(*(torch.tensor_split(each, number) for each in args), strict=True))
     named = {name: torch.tensor_split(each, number) for name, each in kwargs.items()}
     return pieces, [{name: parts[index] for name, parts in named.items()} for index in range(number)]
+
+
+def _split_label(label: torch.Tensor, number: int) -> list[torch.Tensor]:
+    return list(torch.tensor_split(label, min(number, len(label))))
 
 
 def _weighted(batch: Batch, loss: Any, label: Any) -> tuple[Any, float]:

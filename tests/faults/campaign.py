@@ -260,7 +260,8 @@ def _examine(case: Case, faults: Callable[[Run], Iterator[Case]], most: int) -> 
     try:
         run.step()
         run.clean_step()
-        problems += run.check_next_step()  # starts the threads that training takes
+        for _ in range(2 * case.num_workers):  # each of them has all threads that training takes then
+            problems += run.check_next_step()
         run.clean_step()
         bytes_before, threads_before = alive_bytes(), threading.active_count()
         for each in faults(run):
