@@ -31,11 +31,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tests.faults.deadline import watched
+
+if TYPE_CHECKING:
+    from tests.faults.campaign import Outcome
 
 
 class Result(NamedTuple):
@@ -58,32 +61,31 @@ def _campaign(function: Callable[[], Iterator[Examine]]) -> None:
     CAMPAIGNS[function.__name__] = contextlib.contextmanager(function)
 
 
+def _of_faults(outcome_of: Callable[[int], Outcome]) -> Iterator[Examine]:
+    from tests.faults.library import points_in_library
+
+    def run(seed: int) -> Result:
+        outcome = outcome_of(seed)
+        return Result([f"{outcome.case}: {problem}" for problem in outcome.problems], outcome.num_faults)
+
+    with points_in_library():
+        yield run
+
+
 @_campaign
 def faults() -> Iterator[Examine]:
     from tests.faults.campaign import examine
     from tests.faults.cases import draw_case
-    from tests.faults.library import points_in_library
 
-    def run(seed: int) -> Result:
-        outcome = examine(draw_case(seed))
-        return Result([f"{outcome.case}: {problem}" for problem in outcome.problems], outcome.num_faults)
-
-    with points_in_library():
-        yield run
+    yield from _of_faults(lambda seed: examine(draw_case(seed)))
 
 
 @_campaign
 def sweep() -> Iterator[Examine]:
-    from tests.faults import campaign
+    from tests.faults.campaign import sweep
     from tests.faults.cases import sweep_case
-    from tests.faults.library import points_in_library
 
-    def run(seed: int) -> Result:
-        outcome = campaign.sweep(sweep_case(seed))
-        return Result([f"{outcome.case}: {problem}" for problem in outcome.problems], outcome.num_faults)
-
-    with points_in_library():
-        yield run
+    yield from _of_faults(lambda seed: sweep(sweep_case(seed)))
 
 
 @_campaign
