@@ -30,7 +30,14 @@ class _WithLoss(nn.Module):
         return _Outputs(loss_of_logits(self.stack(input_ids), labels))
 
 
-def predict(row: Row, card: str, small: bool, host_bytes_per_s: float, update_bytes_per_s: float) -> dict[str, Any]:
+def predict(
+    row: Row,
+    card: str,
+    small: bool,
+    host_bytes_per_s: float,
+    update_bytes_per_s: float,
+    conversion_bytes_per_s: float,
+) -> dict[str, Any]:
     """Seconds and bytes of a step; what of trained weights may stay on a device is not known to it."""
     source = row.source(small)
     model = source.build()
@@ -44,7 +51,8 @@ def predict(row: Row, card: str, small: bool, host_bytes_per_s: float, update_by
     device = find_device(card)
     if row.cap != "all":
         device = replace(device, memory_bytes=min(device.memory_bytes, int(float(row.cap) * 1e9)))
-    machine = Machine(device, row.cards, EFFICIENCY, host_bytes_per_s, update_bytes_per_s=update_bytes_per_s)
+    rates = {"update_bytes_per_s": update_bytes_per_s, "conversion_bytes_per_s": conversion_bytes_per_s}
+    machine = Machine(device, row.cards, EFFICIENCY, host_bytes_per_s, **rates)  # type: ignore[arg-type]
     training = Training(row.num_microbatches * row.samples, row.num_microbatches)
     target = Target(row.name, model.train(), kwargs_for, None, row.length, has_loss=True)
     found = forecast_at(Layers.of(target, training.microbatch, machine), machine, training)

@@ -21,6 +21,7 @@ import torch
 from handover import read
 from memory import capped, card
 from row_cases import PLAIN_WAYS, Own, Row, built, train, vocabulary_of
+from row_gains import way_and_item
 
 import roundpipe
 
@@ -145,27 +146,32 @@ def measure_plain(row: Row, way: str, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def measure_ours(row: Row, residency: Any, options: argparse.Namespace) -> dict[str, Any]:
+def measure_ours(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Roundpipe with asynchronous updates."""
     log, logger = Log(), logging.getLogger("roundpipe")
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     try:
-        return _measure_ours(row, residency, options) | {"log": log.lines}
+        return _measure_ours(row, way, options) | {"log": log.lines}
     finally:
         logger.removeHandler(log)
 
 
-def _measure_ours(row: Row, residency: Any, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_ours(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    residency, item = way_and_item(way)
+    pin_model = "double" if item == "double" else options.pin_model
+    replicas = "off" if item == "alone" else options.replicas
     source, ids = row.source(options.small), ids_of(row, options)
     devices = [capped(device_of(options.device, index), row.cap, options.small) for index in range(row.cards)]
     model = built(source, "cpu")
     config = roundpipe.RoundPipeRunConfig(
-        num_microbatch=row.num_microbatches, residency=residency, replicas=options.replicas
+        num_microbatch=row.num_microbatches,
+        residency=residency,  # type: ignore[arg-type]
+        replicas=replicas,  # type: ignore[arg-type]
     )
     begun_s = time.perf_counter()
     pipe = roundpipe.compile(
-        model, devices=devices, model_run_config=config, pin_model=options.pin_model, name=f"{row.name}, {residency}"
+        model, devices=devices, model_run_config=config, pin_model=pin_model, name=f"{row.name}, {way}"
     )
     with pipe:
         optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
@@ -194,7 +200,7 @@ def _measure_ours(row: Row, residency: Any, options: argparse.Namespace) -> dict
         shown = read(timeline, NUM_RECORDED, len(devices), None)
         if options.timelines is not None:
             options.timelines.mkdir(parents=True, exist_ok=True)
-            timeline.save(options.timelines / f"{row.name}-{residency}.json")
+            timeline.save(options.timelines / f"{row.name}-{way.replace('/', '-')}.json")
         table = pipe.partition_table()
     workers, causes = report.workers, {cause for worker in report.workers for cause in worker.idle}
     return {

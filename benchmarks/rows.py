@@ -4,7 +4,8 @@ A row is a model, the memory that roundpipe may use of each card (`all`, or a ca
 microbatches x sequences x tokens, and cards. Weights are bfloat16, with float32 copies for a fused AdamW in every way:
 
     plain, checkpointed    everything on one card with all of its memory, gradients accumulated over the microbatches
-    off, auto, full        roundpipe with this `residency`
+    off, auto, full        roundpipe with this `residency`; behind it /double: with `pin_model="double"`, and /alone:
+                           with `replicas="off"`, which shows what those bring
 
 Each row has a process of its own, and ends with an error if it does not fit. The file is written after each row; what
 it has of other rows stays, so that several calls, and predictions made before, come together in one file.
@@ -12,12 +13,14 @@ it has of other rows stays, so that several calls, and predictions made before, 
     python benchmarks/rows.py --predict H200 --json rows.json
     python benchmarks/rows.py --json rows.json
     python benchmarks/rows.py --rows '2.0b-*,qwen3-8b-lora-*' --residency off,full --runs 3 --json rows.json
+    python benchmarks/rows.py --residency off,auto,auto/double,auto/alone --json rows.json
     python benchmarks/rows.py --show --json rows.json
     python benchmarks/rows.py --device cpu --small --json /tmp/rows.json
 
 `exposed` is the share of the time in which no card computes between two steps, by the timeline; with `wait`, what
 cards wait for the optimizer's thread within them. `error` is how much longer than the measured step the predicted one
-is. `to 1 card` compares with the row of one card that has as many tokens for it.
+is. `to 1 card` compares with the row of one card that has as many tokens for it. Below, what residency, second memory
+and replicas have brought, by seconds per step, beside what `report()` predicts, where a row has both ways.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from typing import Any
 import torch
 from environment import report
 from row_cases import PLAIN_WAYS, ROWS, Row
+from row_gains import gains, way_and_item
 from row_predictions import predict
 from row_run import measure_row
 from tabulate import tabulate
@@ -53,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.here is not None:
         measure_row(next(row for row in ROWS if row.name == options.here), options)
         return 0
+    for way in options.residency:
+        way_and_item(way)
     patterns = options.rows.split(",")
     chosen = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in patterns)]
     if not chosen:
@@ -79,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps({"results": results}, indent=1) + "\n")
         print(f"{row.name}: {_said(found)}, {found['process_s']:.0f} s in all", flush=True)
     print(table(results["rows"]))
+    if found_gains := gains(results["rows"]):
+        print(found_gains)
     if not options.show:
         report(options.json, results)
     return int(failed)
@@ -87,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", help="names or patterns, with commas between; default: all")
-    parser.add_argument("--residency", default=["auto"], type=lambda text: text.split(","), help="off,auto,full")
+    parser.add_argument(
+        "--residency", default=["auto"], type=lambda text: text.split(","), help="such as off,auto/double"
+    )
     parser.add_argument("--ways", default=PLAIN_WAYS, type=lambda text: text.split(","), help="of plain PyTorch, or no")
     parser.add_argument("--replicas", default="auto", choices=("auto", "off"), help="of stages on several cards")
     parser.add_argument("--pin-model", default="alloc", choices=("alloc", "double", "register", "off"))
@@ -101,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--predict", metavar="CARD", help="only write down what is predicted for a card, such as H200")
     parser.add_argument("--host-bandwidth", type=float, default=200, help="of the host that is predicted for, in GB/s")
     parser.add_argument("--update-rate", type=float, default=115, help="that its updates reach of it, in GB/s")
+    parser.add_argument(
+        "--conversion-rate", type=float, help="that weights and gradients reach between dtypes; default: as updates"
+    )
     parser.add_argument("--show", action="store_true", help="only show what is in the file")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--here", help=argparse.SUPPRESS)
@@ -114,8 +127,9 @@ def _num_cards(kind: str) -> int:
 
 def _predicted(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     try:
-        sized, rates = row.sized(options.small), (options.host_bandwidth * 1e9, options.update_rate * 1e9)
-        return predict(sized, options.predict, options.small, *rates)
+        host, update, conversion = options.host_bandwidth, options.update_rate, options.conversion_rate
+        rates = host * 1e9, update * 1e9, (conversion or update) * 1e9
+        return predict(row.sized(options.small), options.predict, options.small, *rates)
     except Exception as error:  # the other rows go on
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 

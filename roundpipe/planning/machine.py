@@ -12,11 +12,16 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from roundpipe.core.errors import ConfigError
+
+_BANDWIDTHS = (
+    *("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s"),
+    *("optimizer_bytes_per_s", "conversion_bytes_per_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,10 @@ class HardwareProfile:
     hand_over_bytes_per_parameter: float = 0
     """Of that, what weights take on their way into the model, if they go there only when the next step is made; 0:
     they are made ready in second memory as part of the update (``pin_model="double"``)."""
+    gradients_bytes_per_parameter: float = 0
+    """Of that, what gradients take that have come home, until the optimizer's copies have them."""
+    conversion_bytes_per_s: float = inf
+    """Of both, if less than the optimizer has."""
     device_bytes_per_s: float = inf
     """What a device's own memory gives to updates of what lives there; inf: they are left out."""
     prefetch_across_steps: bool = True
@@ -49,9 +58,34 @@ class HardwareProfile:
         return cls(inputs_ahead=int(are_accelerators), **figures)
 
     def __post_init__(self) -> None:
-        for name in ("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s", "optimizer_bytes_per_s"):
+        for name in _BANDWIDTHS:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a bandwidth must be above 0 (inf: no limit)")
+
+    def with_optimizer(
+        self, num_parameters: int, *, update_s: float, hand_over_s: float, gradients_s: float
+    ) -> HardwareProfile:
+        """With an optimizer that takes so many seconds of a step for so many parameters; its bytes are not known."""
+        return replace(
+            self,
+            optimizer_bytes_per_s=1.0,
+            optimizer_bytes_per_parameter=(update_s + hand_over_s + gradients_s) / num_parameters,
+            hand_over_bytes_per_parameter=hand_over_s / num_parameters,
+            gradients_bytes_per_parameter=gradients_s / num_parameters,
+        )
+
+    @property
+    def update_bytes_per_parameter(self) -> float:
+        """Of one update, what ``step_fn`` itself takes."""
+        conversions = self.hand_over_bytes_per_parameter + self.gradients_bytes_per_parameter
+        return self.optimizer_bytes_per_parameter - conversions
+
+    def optimizer_s(self, num_parameters: int) -> float:
+        """Seconds of an update of so many parameters, conversions included, with nothing beside it."""
+        updated_s = self.update_bytes_per_parameter / self.optimizer_bytes_per_s
+        rate = min(self.conversion_bytes_per_s, self.optimizer_bytes_per_s)
+        converted = self.hand_over_bytes_per_parameter + self.gradients_bytes_per_parameter
+        return num_parameters * (updated_s + converted / rate)
 
 
 class Node:

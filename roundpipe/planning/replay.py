@@ -6,6 +6,12 @@ tasks and has one link up and one down; values that stages hand on go before wei
 links and the optimizer share the host's memory bandwidth. What lives on a device is updated there behind the step's
 jobs.
 
+The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home and are
+converted into the optimizer's, behind which the worker's next job but one is released; the update begins when all are
+and its thread has written the weights of the update before into the model, which it does when the step is made, layer
+by layer behind their last uploads; the next step brings up what is written. A worker brings up the weights of its next
+job before it runs one, so it waits for both.
+
 Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
 """
 
@@ -72,11 +78,13 @@ class StepReplay:
         self._up = [Link(profile.upload_bytes_per_s) for _ in range(num_workers)]
         self._down = [Link(profile.download_bytes_per_s) for _ in range(num_workers)]
         self._optimizer = Link(profile.optimizer_bytes_per_s)
+        conversion_bytes_per_s = min(profile.conversion_bytes_per_s, profile.optimizer_bytes_per_s)
+        self._hand_over = Link(conversion_bytes_per_s)
+        self._added = [Link(conversion_bytes_per_s) for _ in range(num_workers)]
         self.stages = costs.of_jobs(schedule)
         self._on_host = values_on_host(schedule, costs)
         trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
-        per_parameter = profile.optimizer_bytes_per_parameter - profile.hand_over_bytes_per_parameter
-        self._update_bytes = trained * per_parameter
+        self._update_bytes = trained * profile.update_bytes_per_parameter
         self._updates: list[Node] = []
         self.update_there_s = residency.update_s(profile.device_bytes_per_s) if schedule.kind == "train" else 0.0
         """Of an update on the one worker's device."""
@@ -114,21 +122,29 @@ class StepReplay:
         updated = self._updates[-2:-1]  # an update waits for the update before
         if self._num_steps < self._max_steps:
             step.start.then = lambda: self._add_step(step)
+        else:
+            self._queue.add(step.exchanged)
         outputs: Outputs = {}
         losses: list[Node] = []
+        forwards: list[Node] = []
         others: list[Node] = []
+        gates: list[Node | None] = [None] * (len(schedule.jobs) + schedule.num_workers)
+        if before is not None and self._update_bytes:
+            gates[: len(schedule.jobs)] = [self._add_gate(step, job, before, updated) for job in schedule.jobs]
+            self._queue.add(before.exchanged, *dict.fromkeys(step.handed_over.values()))
         for position, job in enumerate(schedule.jobs):
             if job.replica == 0:
                 inputs, outputs = outputs, {}
-            earlier = self._earlier[job.worker]
-            gate = self._add_gate(step, job, before, updated) if before is not None and self._update_bytes else None
+            earlier, gate = self._earlier[job.worker], gates[position]
             weights = self._add_weights(step, position, gate)
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
+            own_gates = tuple(one for one in (gate, gates[position + schedule.num_workers]) if one is not None)
             waits = JobWaits(
-                losses_before, step.start, weights, gate, earlier[-1] if earlier else None, step.lost_s[-1]
+                losses_before, step.start, weights, own_gates, earlier[-1] if earlier else None, step.lost_s[-1]
             )
-            last = self._add_ops(step, position, waits, inputs, outputs)
+            last, forward = self._add_ops(step, position, waits, inputs, outputs)
+            forwards += [] if forward is None else [forward]
             step.ends.append(last)
             if job.phase is Phase.FUSED or (schedule.kind != "train" and schedule.is_of_last_stage(job)):
                 losses.append(last)
@@ -136,10 +152,13 @@ class StepReplay:
             if gradient_bytes:
                 gradients = self._add_transfer("gradients", self._down[job.worker], gradient_bytes, job, None, 2, last)
                 others.append(gradients)
-            earlier.append(EarlierJob(job, last, gradients, gradient_bytes))
+            earlier.append(self._add_release(job, last, gradients, gradient_bytes))
+            if gradients is not None:
+                others.append(earlier[-1].settled)
         self._queue.add(step.losses, *losses)
+        self._queue.add(step.forwards, *(forwards or losses))
         if self._update_bytes:
-            after = (*others, *self._updates[-1:])
+            after = (*others, step.exchanged, *self._updates[-1:])
             update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
             others.append(update)
@@ -149,6 +168,28 @@ class StepReplay:
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
         self._queue.add(Node(self._finish), *step.ends)
         self._queue.add(step.start, *([] if before is None else [before.losses, *updated]))
+
+    def _add_release(self, job: Job, last: Node, gradients: Node | None, gradient_bytes: int) -> EarlierJob:
+        """A job's end: its gradients become the optimizer's behind those of the jobs before it.
+
+        The worker goes on when those are.
+        """
+        earlier = self._earlier[job.worker]
+        settled = earlier[-1].settled if earlier else Node()
+        if not earlier:
+            self._queue.add(settled)
+        released = Node()
+        self._queue.add(released, last, settled)
+        if gradients is not None:
+            num_trained_there = sum(num_trained(self._costs.layers[layer]) for layer in job.layers)
+            num_bytes = self._profile.gradients_bytes_per_parameter * num_trained_there
+            after = gradients, settled
+            settled = Node()
+            if num_bytes:
+                settled = self._add_transfer("added", self._added[job.worker], num_bytes, job, None, 0, *after)
+            else:
+                self._queue.add(settled, *after)
+        return EarlierJob(job, last, gradients, gradient_bytes, settled, released)
 
     def _add_update_there(self, worker: int) -> list[Node]:
         """The update on a device, and its new weights on their way home, which the next update waits for."""
@@ -194,7 +235,7 @@ class StepReplay:
             if per_parameter and updated:
                 num_bytes = per_parameter * sum(num_trained(self._costs.layers[layer]) for layer in new)
                 after = [
-                    self._add_transfer("hand-over", self._optimizer, num_bytes, None, None, -1, before.losses, *after)
+                    self._add_transfer("hand-over", self._hand_over, num_bytes, None, None, 0, before.forwards, *after)
                 ]
             written = Node()
             self._queue.add(written, *after)
@@ -218,15 +259,20 @@ class StepReplay:
         if not is_first or self._profile.prefetch_across_steps:
             earlier = earlier[:-1] if len(earlier) == 2 else []
         for visit in earlier:
-            waits += [visit.last_op, *([visit.gradients] if visit.gradients is not None else [])]
+            waits += [visit.released, *([visit.gradients] if visit.gradients is not None else [])]
         weight_bytes = 0 if are_there else self.stages[position].weight_bytes
         weights = self._add_transfer("weights", self._up[job.worker], weight_bytes, job, None, 1, *waits)
         for layer in job.layers:
             step.uploads.setdefault(layer, []).append(weights)
         return weights
 
-    def _add_ops(self, step: ReplayedStep, position: int, waits: JobWaits, inputs: Outputs, outputs: Outputs) -> Op:
-        """A job's microbatches: values come up, they run, outputs go down; returns the last op."""
+    def _add_ops(
+        self, step: ReplayedStep, position: int, waits: JobWaits, inputs: Outputs, outputs: Outputs
+    ) -> tuple[Op, Op | None]:
+        """A job's microbatches: values come up, they run, outputs go down.
+
+        Returns the last op and, where a hand-over waits for it, the one that knows the last of the job's losses.
+        """
         job, stage, layers = step.schedule.jobs[position], self.stages[position], self._costs.layers
         carry_in = layers[job.start - 1].carry_bytes if job.start else 0
         carry_out = layers[job.stop - 1].carry_bytes
@@ -236,15 +282,18 @@ class StepReplay:
             written_bytes = carry_in
         kept_bytes = self._on_host[position].kept_bytes
         up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_ops[job.worker]
+        blocks = [*waits.gates, *([] if waits.before is None else [waits.before.released])]
 
-        def add(seconds: float, values: Node, producer: Node | None, is_last: bool) -> Op:
+        def add(
+            seconds: float, values: Node, producer: Node | None, is_last: bool, activity: Activity = "compute"
+        ) -> Op:
             op = Op(job.worker, seconds)
             if self.record:
-                activity: Activity = "compute" if is_last else "recompute"
                 self.activities.append(ReplayedActivity(op, activity, job, microbatch, None))
             waited = () if producer is waits.losses else (values,)
             op.then = lambda: self._book(op, position if is_last else -1, waits, producer, waited)
-            self._queue.add(op, waits.weights, values)
+            self._queue.add(op, waits.weights, values, *blocks)
+            blocks.clear()  # the ops behind it have their turn later
             recent.append(op)
             return op
 
@@ -253,30 +302,40 @@ class StepReplay:
             return self._add_transfer("upload", up, num_bytes, job, microbatch, 0, *after, *is_free)
 
         op: Op | None = None
-        for microbatch in step.schedule.microbatches(job):
+        forward: Op | None = None
+        microbatches = step.schedule.microbatches(job)
+        knows_losses = job.phase is Phase.FUSED and self._profile.hand_over_bytes_per_parameter > 0
+        for microbatch in microbatches:
             arrived, producer = inputs.get(microbatch, (waits.start, waits.losses))
             if is_backward and self._profile.inputs_ahead:
                 saved, incoming = bring(carry_in), bring(read_bytes, arrived)
-                add(stage.early_s, saved, None, is_last=False)
+                add(stage.early_s, saved, None, is_last=False, activity="recompute")
             else:
                 if is_backward:
-                    add(stage.early_s, bring(carry_in), None, is_last=False)
+                    add(stage.early_s, bring(carry_in), None, is_last=False, activity="recompute")
                 incoming = bring(read_bytes, arrived)
-            op = add(stage.seconds - stage.early_s, incoming, producer, is_last=True)
+            late_s = stage.seconds - stage.early_s
+            if knows_losses and microbatch == microbatches[-1]:
+                forward_s = self._costs.forward_s[job.stop] - self._costs.forward_s[job.start]
+                forward = add(forward_s, incoming, producer, is_last=False)
+                late_s -= forward_s
+            op = add(late_s, incoming, producer, is_last=True)
             on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
             outputs[microbatch] = on_host, op
             if kept_bytes:
                 self._add_transfer("kept", down, kept_bytes, job, microbatch, 1, op)
         assert op is not None
-        return op
+        return op, forward
 
     def _book(self, op: Op, position: int, waits: JobWaits, producer: Node | None, inputs: tuple[Node, ...]) -> None:
         """Notes what an op that is over had waited for; at the end of a microbatch also the memory in use meanwhile."""
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s
         if op.started_s > since:
-            gates = [waits.gate] if inputs or producer is None else [waits.gate, waits.start]
+            gates = waits.gates if inputs or producer is None else (*waits.gates, waits.start)
+            released = None if waits.before is None else waits.before.released
             marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
+                ("gradients", (released,)),
                 ("no_work", (producer,)),
                 ("activations", inputs),
                 ("optimizer", gates),
@@ -305,7 +364,7 @@ class StepReplay:
         self._carried_bytes -= values.freed_bytes
 
     def _note_moved(self, step: ReplayedStep) -> None:
-        links = (self._up, self._down, [self._optimizer])
+        links = (self._up, self._down, [self._optimizer, self._hand_over, *self._added])
         step.moved_bytes = tuple(sum(link.moved_bytes for link in group) for group in links)
 
     def _finish(self) -> None:

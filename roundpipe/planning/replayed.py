@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from roundpipe.core.schedule import Job, Schedule
 from roundpipe.planning.machine import Node
 
-Cause = Literal["weights", "activations", "optimizer", "no_work"]
-CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
+Cause = Literal["weights", "activations", "optimizer", "no_work", "gradients"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 Activity = Literal[
     "recompute",
@@ -19,6 +19,7 @@ Activity = Literal[
     "kept",
     "weights",
     "gradients",
+    "added",
     "update",
     "hand-over",
     "update there",
@@ -53,6 +54,10 @@ class EarlierJob(NamedTuple):
     last_op: Node
     gradients: Node | None
     gradient_bytes: int
+    settled: Node
+    """When its gradients are the optimizer's, and those of the jobs before it."""
+    released: Node
+    """When the worker goes on behind it: the gradients of the jobs before it are settled."""
 
 
 class JobWaits(NamedTuple):
@@ -61,7 +66,8 @@ class JobWaits(NamedTuple):
     losses: Node | None
     start: Node
     weights: Node
-    gate: Node | None
+    gates: tuple[Node, ...]
+    """When the new weights of this job and of the next one on its worker are in the model."""
     before: EarlierJob | None
     lost_s: dict[Cause, float]
 
@@ -77,12 +83,17 @@ class ReplayedStep:
     schedule: Schedule
     start: Node = field(default_factory=Node)
     losses: Node = field(default_factory=Node)
+    """When the microbatches of the stage that has them are done."""
+    forwards: Node = field(default_factory=Node)
+    """When the losses are known, and their backwards are not done: the step is made, and so is the hand-over."""
     ends: list[Node] = field(default_factory=list)
     """Of each job's compute, then of everything else that must be as before in a steady step."""
     uploads: dict[int, list[Node]] = field(default_factory=dict)
     """Per layer, those of its weights."""
     handed_over: dict[int, Node] = field(default_factory=dict)
     """Per layer that is trained, when its new weights are in the model."""
+    exchanged: Node = field(default_factory=Node)
+    """When the weights of the update before are in the model, so that this step's update may begin."""
     lost_s: list[dict[Cause, float]] = field(default_factory=list)
     """Per job, what its ops waited."""
     moved_bytes: tuple[float, ...] = ()

@@ -22,7 +22,8 @@ _OF_CAUSE: dict[WaitCause, Limit] = {
     "gradients": "down",
     "overhead": "overhead",
 }
-_OF_OPTIMIZER: tuple[Limit, ...] = ("update", "hand-over", "averaging")
+OF_OPTIMIZER: tuple[Limit, ...] = ("update", "hand-over", "averaging")
+"""What its thread does, one behind the other."""
 ADVICE: dict[Limit, str] = {
     "compute": "devices compute nearly all the time: more memory for them means less recomputation",
     "up": "weights come up too slowly: give a step more tokens, or the devices more memory to keep weights",
@@ -47,8 +48,8 @@ def limit_of(idle: Mapping[WaitCause, float], optimizer_s: Mapping[str, float], 
         optimizer_s: seconds of the optimizer's side; see `RunReport`.
         wall_s: of the same steps; a late caller has waited for an optimizer that is at work nearly always.
     """
-    spent_s = {limit: optimizer_s.get(limit, 0.0) for limit in _OF_OPTIMIZER}
-    of_optimizer = max(_OF_OPTIMIZER, key=lambda limit: spent_s[limit])
+    spent_s = {limit: optimizer_s.get(limit, 0.0) for limit in OF_OPTIMIZER}
+    of_optimizer = max(OF_OPTIMIZER, key=lambda limit: spent_s[limit])
     shares = dict.fromkeys(LIMITS, 0.0)
     for cause, share in idle.items():
         limit = _OF_CAUSE.get(cause, of_optimizer)

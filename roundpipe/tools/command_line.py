@@ -214,6 +214,7 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
         host_bytes_per_s=options.host_bandwidth or (measured.host_bytes_per_s if measured else HOST_BYTES_PER_S),
         host_memory_bytes=int(host_memory) if host_memory else None,
         update_bytes_per_s=measured.update_bytes_per_s if measured else inf,
+        conversion_bytes_per_s=measured.conversion_bytes_per_s if measured else inf,
     )
     if axes:
         swept = sweep(

@@ -22,6 +22,7 @@ from roundpipe.core.tiling import Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
+from roundpipe.planning.stage_costs import num_trained
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
@@ -32,7 +33,7 @@ from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.plans_beside import trained_parameters
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
-from roundpipe.tools.optimizer_side import COPY_ACCESSES, MODEL_ACCESSES, STATES
+from roundpipe.tools.optimizer_side import COPY_ACCESSES, STATES, conversion_bytes
 from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import Target
 
@@ -122,7 +123,7 @@ def forecast_at(
     except DeviceMemoryError as error:
         reasons.append(str(error))
     costs = _costs(layers, call)
-    setting, optimizer = _setting(costs, machine, training), training.expected_optimizer
+    setting, optimizer = _setting(layers, costs, machine, training), training.expected_optimizer
     streamed_host = None
     there: set[torch.Tensor] = set()
     if plan is not None:
@@ -132,7 +133,8 @@ def forecast_at(
         if simulation is not None and is_alone and machine.num_devices == 1 and training.residency != "off":
             if training.residency == "auto":  # which decides by what steps and updates have taken
                 plans.costs.expect(call.chain, layers.device_costs, call.chain.example_elements)
-                first, optimizer = plan, replace(optimizer, seconds=_update_and_step_s(setting, simulation))
+                seconds = setting.profile.optimizer_s(_num_trained(costs)), simulation.seconds_per_step
+                first, optimizer = plan, replace(optimizer, seconds=seconds)
             plans.full.allow(lambda call: True, optimizer)
             beside = plans.in_place_of(call, first)
             if call.has_twins:
@@ -161,9 +163,8 @@ def forecast_at(
     return result
 
 
-def _update_and_step_s(setting: Setting, step: Simulation) -> tuple[float, float]:
-    """Seconds of an update on the host, and of a step that streams."""
-    return step.optimizer_bytes / setting.profile.optimizer_bytes_per_s, step.seconds_per_step
+def _num_trained(costs: Sequence[LayerCost]) -> int:
+    return sum(num_trained(cost) for cost in costs)
 
 
 def plans_for(layers: Layers, machine: Machine) -> PlanChooser:
@@ -185,20 +186,23 @@ def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
     return tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
 
 
-def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:
+def _setting(layers: Layers, costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:
     """Costs of a mean microbatch, links, host memory and the optimizer's traffic, for the simulator."""
     share = training.batch / (training.microbatch * training.num_microbatches)
     mean_costs = (replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
-    num_parameters = sum(cost.num_parameters for cost in costs)
-    item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
-    copies_bytes = COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
+    trained = [parameter for parameter in layers.target.model.parameters() if parameter.requires_grad]
+    item_bytes = sum(each.nbytes for each in trained) / max(sum(each.numel() for each in trained), 1)
+    update_bytes = COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
+    weight_bytes, gradient_bytes = conversion_bytes(training.optim_dtype.itemsize, item_bytes)
     profile = HardwareProfile(
         upload_bytes_per_s=machine.link_bytes_per_s,
         download_bytes_per_s=machine.link_bytes_per_s,
         host_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_s=min(machine.host_bytes_per_s, machine.update_bytes_per_s),
-        optimizer_bytes_per_parameter=round(copies_bytes + MODEL_ACCESSES * item_bytes),
-        hand_over_bytes_per_parameter=round(training.optim_dtype.itemsize + item_bytes),
+        conversion_bytes_per_s=min(machine.host_bytes_per_s, machine.conversion_bytes_per_s),
+        optimizer_bytes_per_parameter=round(update_bytes + weight_bytes + gradient_bytes),
+        hand_over_bytes_per_parameter=round(weight_bytes),
+        gradients_bytes_per_parameter=round(gradient_bytes),
         device_bytes_per_s=machine.profile.bytes_per_s,
     )
     return Setting(

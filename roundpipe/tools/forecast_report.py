@@ -33,6 +33,7 @@ _CAUSES = {
     "activations": "activations",
     "optimizer": "the optimizer",
     "no_work": "the stage before",
+    "gradients": "gradients on their way home",
 }
 _LIMITS = {"compute": "compute", "link": "links", "host": "host memory"}
 

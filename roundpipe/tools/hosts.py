@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation
+from roundpipe.planning.stage_costs import num_trained
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import format_bytes, format_rate, format_seconds, table
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_static
@@ -94,22 +96,33 @@ def _data_parallel(result: Forecast, network: Network) -> list[ScaleOut]:
         return [ScaleOut(name, remark="no plan fits on the devices") for name in ("data parallel", "sharded optimizer")]
     number, host, setting = network.num_hosts, result.host, result.setting
     profile = setting.profile
-    part = replace(profile, optimizer_bytes_per_parameter=round(profile.optimizer_bytes_per_parameter / number))
+    part = replace(
+        profile,
+        optimizer_bytes_per_parameter=profile.optimizer_bytes_per_parameter / number,
+        hand_over_bytes_per_parameter=profile.hand_over_bytes_per_parameter / number,
+        gradients_bytes_per_parameter=profile.gradients_bytes_per_parameter / number,
+    )
     shared = replace(setting, profile=part).simulate(result.plan)
     optimizer = ("optimizer_copies", "optimizer_gradients", "optimizer_states")
     sharded_host = replace(host, **{name: getattr(host, name) // number for name in optimizer})
     averaging = network.averaging_bytes(host.optimizer_gradients)
     sharding = network.sharding_bytes(host.gradients, host.gradients)  # trained weights are as large
     return [
-        _ranks("data parallel", result, network, result.simulation, averaging, host),
-        _ranks("sharded optimizer", result, network, shared, sharding, sharded_host),
+        _ranks("data parallel", result, network, result.simulation, profile, averaging, host),
+        _ranks("sharded optimizer", result, network, shared, part, sharding, sharded_host),
     ]
 
 
 def _ranks(
-    name: str, result: Forecast, network: Network, step: Simulation, sent_bytes: float, host: HostMemory
+    name: str,
+    result: Forecast,
+    network: Network,
+    step: Simulation,
+    profile: HardwareProfile,
+    sent_bytes: float,
+    host: HostMemory,
 ) -> ScaleOut:
-    update_s = step.optimizer_bytes / result.setting.profile.optimizer_bytes_per_s
+    update_s = profile.optimizer_s(sum(map(num_trained, result.residency.streamed(result.costs))))
     seconds = network.step_s(step.seconds_per_step, update_s, sent_bytes)
     added = seconds - step.seconds_per_step
     return ScaleOut(name, seconds, added, sent_bytes, host.total, _fits(result, host))

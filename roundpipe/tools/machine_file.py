@@ -44,6 +44,8 @@ class MeasuredMachine:
     """Host memory, read and written: the most that was reached."""
     update_bytes_per_s: float
     """Host memory, read and written by fused AdamW in float32."""
+    conversion_bytes_per_s: float
+    """Host memory, read and written on the way from float32 to bfloat16, as weights go into a model."""
     measured: str
     """When, and with which torch."""
 
@@ -115,6 +117,7 @@ def measure_machine(diagnosis: Diagnosis) -> MeasuredMachine:
         host_memory_bytes=diagnosis.host_bytes or 0,
         host_bytes_per_s=host_bytes_per_s,
         update_bytes_per_s=update_bytes_per_s,
+        conversion_bytes_per_s=_conversion_bytes_per_s(),
         measured=f"measured {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
     )
 
@@ -131,6 +134,11 @@ def _update_bytes_per_s() -> float:
     return UPDATED_PARAMETERS * COPY_ACCESSES["adamw"] * torch.float32.itemsize / least_seconds(optimizer.step)
 
 
+def _conversion_bytes_per_s() -> float:
+    copy, weight = torch.zeros(UPDATED_PARAMETERS), torch.zeros(UPDATED_PARAMETERS, dtype=torch.bfloat16)
+    return (copy.nbytes + weight.nbytes) / least_seconds(lambda: weight.copy_(copy))
+
+
 def measured_text(machine: MeasuredMachine) -> str:
     """The figures, one per line."""
     return summary_table(
@@ -141,5 +149,6 @@ def measured_text(machine: MeasuredMachine) -> str:
             "link": format_rate(machine.link_bytes_per_s),
             "host memory": f"{format_bytes(machine.host_memory_bytes)}, {format_rate(machine.host_bytes_per_s)}",
             "updates": f"{format_rate(machine.update_bytes_per_s)} (fused AdamW in float32)",
+            "conversions": f"{format_rate(machine.conversion_bytes_per_s)} (float32 to bfloat16)",
         }
     )

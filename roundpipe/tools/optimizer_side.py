@@ -19,8 +19,15 @@ _COUNT_BYTES = {"adamw": 4, "sgd": 0}
 """Of the tensor that counts the updates of each parameter."""
 COPY_ACCESSES = {"adamw": 8, "sgd": 3}
 """Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
-MODEL_ACCESSES = 2
-"""Those of the model's dtype: the gradient read, the weight written."""
+
+
+def conversion_bytes(optim_itemsize: float, model_itemsize: float) -> tuple[float, float]:
+    """What a parameter's weight takes on its way into the model, and its gradient on its way to the optimizer.
+
+    Read in one dtype, written in the other; a gradient of the optimizer's own dtype is handed over as it is.
+    """
+    both = optim_itemsize + model_itemsize
+    return both, both if model_itemsize != optim_itemsize else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Machine:
     """None = not asked."""
     update_bytes_per_s: float = inf
     """Host memory traffic that updates alone reach, sustained; inf: all that the host's memory has."""
+    conversion_bytes_per_s: float = inf
+    """The same of weights and gradients on their way between dtypes; inf: as much as updates."""
 
     @property
     def budget_bytes(self) -> int:

@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 
 import torch
 
-from roundpipe.core.tiling import UNTILED, Tiles
-from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.residency import DEVICE_BYTES_PER_S
-from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
-from roundpipe.planning.stage_costs import StageCosts, num_trained
-from roundpipe.reports.limits import ADVICE, SHARING, Limit, limit_of
-from roundpipe.reports.memory import DeviceMemory, HostMemory
+from roundpipe.core.tiling import UNTILED
+from roundpipe.reports.limits import ADVICE, OF_OPTIMIZER, SHARING, Limit, limit_of
+from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import (
     counted,
     format_bytes,
@@ -35,9 +30,9 @@ from roundpipe.reports.tables import (
 )
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane, UnplannedMemory
-from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
-from roundpipe.wrappers.run_log import LatestStep, RunLog
+from roundpipe.runtime.profiling.meter import MeterReading
+from roundpipe.wrappers.run_log import RunLog
+from roundpipe.wrappers.run_prediction import Prediction, predict
 from roundpipe.wrappers.session import Session
 
 _UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)
@@ -68,34 +63,6 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the planner and the simulator say about the latest training round."""
-
-    round_s: float | None
-    """Seconds per round in steady state; None before layers were measured."""
-    idle: float | None
-    """Mean share of the devices' time without compute."""
-    uploaded_bytes: float | None
-    """Per round, all devices."""
-    downloaded_bytes: float | None
-    """Per round, all devices."""
-    device_memory: DeviceMemory | None
-    """What the plan counts with for the stage that needs the most; None: nothing is known of what layers keep for
-    backward, as of a model that was not traced."""
-    device_bytes: tuple[int, ...] | None
-    """Per worker, the most that is in use at once."""
-    rests_on: str
-    """Where the costs of layers come from."""
-    tiles: Tiles
-    """Into how many tiles rows were cut."""
-
-    @property
-    def peak_device_bytes(self) -> int | None:
-        """The total of `device_memory`."""
-        return None if self.device_memory is None else self.device_memory.total
-
-
-@dataclass(frozen=True, slots=True)
 class RunReport:
     """What happened since the report before, or since the model was made; ``str`` shows it as a table."""
 
@@ -120,7 +87,9 @@ class RunReport:
     workers: tuple[WorkerReport, ...]
     """One entry per worker, in the order of the rotation."""
     optimizer_s: Mapping[str, float]
-    """Seconds of the optimizer's side: ``update`` (``step_fn``), ``hand-over`` (weights, gradients), ``waits``;
+    """Seconds of the optimizer's side: ``home`` (gradients that came from devices are added and converted),
+    ``begin`` (from ``step``, or the update before, to its hand-over), ``hand-over`` (weights, gradients), ``update``
+    (``step_fn``), ``waits``;
     with ranks ``averaging`` (gradients between them, and new weights of shards), ``other ranks`` (waits for them)."""
     host_memory: HostMemory
     """Bytes in host memory, by what they are for."""
@@ -198,16 +167,24 @@ class RunReport:
             "host memory": str(self.host_memory),
             "moved": f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down",
             "optimizer": times or "no step",
-            **({} if self.limit is None else {"limit": f"{self.limit}: {self._advice(self.limit)}"}),
+            **({} if self.limit is None else {"limit": self._limit(self.limit)}),
         }
         if self.start_s:
             parts = ", ".join(f"{part} {format_seconds(spent_s)}" for part, spent_s in self.start_s.items())
             rows["to the first step"] = f"{format_seconds(sum(self.start_s.values()))}: {parts}"
         return f"{self.name}\n\n{summary_table(rows)}\n\n{self._workers()}"
 
-    def _advice(self, limit: Limit) -> str:
+    def _limit(self, limit: Limit) -> str:
+        """With what the optimizer's chain takes of a step, where that is it, and what helps."""
         are_apart = len(self.workers) > 1 and not any(" x" in stage for stage in self.stages)
-        return ADVICE[limit] + (f", and so may {SHARING}" if limit == "compute" and are_apart else "")
+        chain = {what: self.optimizer_s[what] for what in OF_OPTIMIZER if what in self.optimizer_s}
+        taken = ""
+        if limit in chain and self.num_steps:
+            spent = (f"{what} {format_seconds(spent_s / self.num_steps)}" for what, spent_s in chain.items())
+            taken = f" (of each step {', '.join(spent)}, one behind the other)"
+        return f"{limit}{taken}: {ADVICE[limit]}" + (
+            f", and so may {SHARING}" if limit == "compute" and are_apart else ""
+        )
 
     def _speed(self) -> str:
         parts = []
@@ -253,7 +230,7 @@ def make_report(session: Session) -> RunReport:
     meters: Sequence[MeterReading] = readings
     if log.meters_before:
         meters = [now.since(then) for now, then in zip(readings, log.meters_before, strict=True)]
-    seconds = dict(optimizer.log.seconds)
+    seconds = dict(optimizer.log.seconds) | {"home": engine.home_s()}
     spent = _since(log.optimizer_before, dict(sorted(seconds.items())))
     start_s = dict(engine.start.seconds)
     num_steps = optimizer.num_steps - log.num_steps_before
@@ -274,7 +251,7 @@ def make_report(session: Session) -> RunReport:
         workers=workers,
         optimizer_s=spent,
         host_memory=_host_memory(session),
-        predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
+        predicted=predict(log.latest, session, readings, spent),
         stages=() if log.latest is None else log.latest.schedule.stage_titles(),
         start_s=_since(log.start_before, start_s),
         limit=_limit(workers, spent, wall_s),
@@ -340,54 +317,3 @@ def _host_memory(session: Session) -> HostMemory:
 
 def _address(tensor: torch.Tensor) -> int | None:
     return tensor.data_ptr() if tensor.layout is torch.strided else None
-
-
-def _predict(
-    latest: LatestStep | None, engine: Engine, meters: Sequence[MeterReading], update_s: float, num_steps: int
-) -> Prediction | None:
-    """The simulator's figures for steps like the latest, with links and an optimizer as fast as they were measured."""
-    chain = None if latest is None else latest.chain()
-    if latest is None or chain is None:
-        return None
-    plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
-    costs = plans.costs.of(chain, latest.elements, latest.tiles)
-    knows_memory = any(cost.activation_bytes for cost in costs)
-    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
-    residency, memory = latest.residency, None
-    if knows_memory:
-        stage_costs = StageCosts(costs, grain, is_alone=schedule.num_microbatches == 1)
-        needs = residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
-        memory = max(needs.values(), key=lambda need: need.total)._replace(allocator=latest.allocator_bytes)
-    if not plans.costs.is_measured(chain, latest.tiles):
-        device_bytes = None
-        if knows_memory:
-            device_bytes = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency).peak_bytes
-        rests_on = "bytes of layers; their seconds are not measured yet"
-        return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
-    up, down = link_speeds(meters)
-    trained = sum(num_trained(cost) for cost in residency.streamed(costs))
-    there_bytes_per_s = DEVICE_BYTES_PER_S if engine.has_accelerators else inf  # CPU workers' is the optimizer's thread
-    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down, device_bytes_per_s=there_bytes_per_s)
-    if update_s and num_steps and trained:
-        rate = trained * num_steps / update_s
-        profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
-    if latest.overlaps:
-        simulation = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
-        round_s, idle = simulation.seconds_per_step, simulation.mean_idle.total
-    else:
-        simulation, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain, residency=residency)
-        round_s = step_alone_s(timeline, schedule)
-        computed_s = sum(
-            span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
-        )
-        idle = 1.0 - computed_s / (round_s * schedule.num_workers)
-    return Prediction(
-        round_s,
-        idle,
-        simulation.uploaded_bytes,
-        simulation.downloaded_bytes,
-        memory,
-        simulation.peak_bytes if knows_memory else None,
-        "measured times of layers, links and the optimizer",
-        latest.tiles,
-    )

@@ -17,7 +17,7 @@ from roundpipe.tools.device_data import EFFICIENCY
 from roundpipe.tools.machine_file import MeasuredMachine
 from tests.tools.cases_command_line import TINY
 
-MACHINE = MeasuredMachine("card", 8 * 10**9, 8e12, 8e11, 1.6e10, 64 * 10**9, 1e11, 2e10, "measured in a test")
+MACHINE = MeasuredMachine("card", 8 * 10**9, 8e12, 8e11, 1.6e10, 64 * 10**9, 1e11, 2e10, 1e10, "measured in a test")
 
 
 @pytest.fixture
@@ -84,4 +84,4 @@ def test_other_files_are_refused(text: str, folder: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "fast", None, True])
 def test_figures_are_above_zero(value: object) -> None:
     with pytest.raises(ConfigError, match="flops_per_s"):
-        MeasuredMachine("card", 1, value, 1, 1, 1, 1, 1, "now")  # type: ignore[arg-type]
+        MeasuredMachine("card", 1, value, 1, 1, 1, 1, 1, 1, "now")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from statistics import median_low
 
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note
@@ -29,6 +29,7 @@ class RunningSteps:
         """Of those since `reset`, by ``time.perf_counter``; 0: none."""
         self.last_over_s = 0.0
         self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
+        self._num_over: Counter[ScheduleKind] = Counter()
 
     def begin(self, step: StepState) -> None:
         """A step is about to be given to workers."""
@@ -65,6 +66,7 @@ class RunningSteps:
         seconds = now_s - max(step.begun_s, self.last_over_s)
         if not step.failed:
             self._seconds.append((step.spec.schedule.kind, seconds))
+            self._num_over[step.spec.schedule.kind] += 1
         elif step.is_unattended:
             self._unseen.append(step)
         self.last_over_s = now_s
@@ -105,6 +107,11 @@ class RunningSteps:
         self.num_begun = 0
         self.first_begun_s = 0.0
         self._seconds.clear()
+        self._num_over.clear()
+
+    def num_over(self, kind: ScheduleKind) -> int:
+        """Steps that have ended well since `reset`."""
+        return self._num_over[kind]
 
     def seconds_per_step(self, kind: ScheduleKind) -> float | None:
         """Median seconds from the end of the step before, or from the call if that was later; None: there was none."""

@@ -84,6 +84,11 @@ class Worker:
 
     # The engine
 
+    @property
+    def home_s(self) -> float:
+        """Seconds in which gradients were added to the host's, and converted for the optimizer."""
+        return self._gradients_log.seconds["home"]
+
     def submit(self, step: StepState) -> None:
         """Execute this worker's tasks of a step, after those of the steps before."""
         self._upcoming.append(step)
@@ -370,7 +375,9 @@ class Worker:
                 for index, each in group:
                     with self._gradients_log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
                         each.settle(scale)
-                self._gates.came(touched)
+                if touched:
+                    with self._gradients_log.doing("home", f"convert gradients of {job}", job=job.index):
+                        self._gates.came(touched)
                 for index, _ in group:
                     step.settle(index)
         except BaseException as error:

@@ -110,6 +110,8 @@ class HandOver:
         groups = _groups_by_turn(pairs, steps)
         to_write = _Writes(groups)
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
+        if swaps:  # of an asynchronous step
+            self._log.begun("begin")
         while to_write or to_take:
             if (ready := to_write.take()) is not None:
                 group = ready.pairs

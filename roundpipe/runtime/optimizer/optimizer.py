@@ -127,6 +127,7 @@ class OptimizerSide(UnaskedSteps):
         previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
         self._runner.check_step(step_fn, is_async, kwargs or {})
+        self.log.asked()
         self._ready("step()", finish_steps=not is_async)
         self._runner.options.begin()
         self.is_async, self._loop, self._stepping = is_async, "steps", []

@@ -189,7 +189,7 @@ class MeterReading(NamedTuple):
     moved_bytes: tuple[int, ...]
     """By lane; of all steps."""
     link: tuple[tuple[int, float], ...]
-    """By lane, bytes and seconds of the copies of weights and gradients that were measured."""
+    """By lane, bytes and seconds of the copies that were measured."""
 
     def since(self, earlier: MeterReading) -> MeterReading:
         return MeterReading(
@@ -201,13 +201,20 @@ class MeterReading(NamedTuple):
 
 
 def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
-    """Bytes per second of weights up and of gradients down, over all workers; infinity before any was measured."""
+    """Bytes per second up and down, over all workers; infinity before weights or gradients were measured.
+
+    A link is as fast as the faster of its lanes: small copies, such as an adapter's gradients, take longer to start
+    than to copy, and tell nothing of how long values of gigabytes take.
+    """
 
     def bytes_per_s(lane: Lane) -> float:
         num_bytes, seconds = (sum(reading.link[lane][position] for reading in readings) for position in (0, 1))
-        return num_bytes / seconds if num_bytes and seconds > 0 else inf
+        return num_bytes / seconds if num_bytes and seconds > 0 else 0.0
 
-    return bytes_per_s(Lane.WEIGHTS), bytes_per_s(Lane.GRADIENTS)
+    def faster(whole: Lane, values: Lane) -> float:
+        return max(bytes_per_s(whole), bytes_per_s(values)) if bytes_per_s(whole) else inf
+
+    return faster(Lane.WEIGHTS, Lane.UPLOAD), faster(Lane.GRADIENTS, Lane.DOWNLOAD)
 
 
 class _Timed:
@@ -222,7 +229,7 @@ class _Timed:
 
     def __enter__(self) -> None:
         meter, lane = self._meter, self._lane
-        if meter._is_on and (lane is not Lane.DOWNLOAD or meter.recorder is not None):
+        if meter._is_on:
             self._began = meter.backend.moment(lane)
             self._moved_bytes = meter.backend.moved_bytes[lane]
             if lane is Lane.UPLOAD:
@@ -241,6 +248,8 @@ class _Timed:
             ended = meter.backend.moment(lane)
             if lane is Lane.UPLOAD:
                 meter.until("activations", ended)
+            if meter._num_steps > 1:
+                meter._unread.append(_Measured(lane, began, ended, num_bytes))
             meter._record(lane, f"{self._what} {{}}", began, ended, bytes=num_bytes)
 
 
@@ -304,6 +313,15 @@ class HostLog:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.last_s = 0.0
         """When the latest work was done, by ``time.perf_counter``."""
+        self._asked_s = 0.0
+
+    def asked(self) -> None:
+        """Work is asked for, which begins once the present work is done."""
+        self._asked_s = time.perf_counter()
+
+    def begun(self, lane: str) -> None:
+        """What was asked for begins: note what has passed in which it could have."""
+        self.seconds[lane] += time.perf_counter() - max(self._asked_s, self.last_s)
 
     @contextmanager
     def doing(self, lane: str, name: str, **args: Any) -> Iterator[None]:

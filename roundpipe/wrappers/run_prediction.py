@@ -1,0 +1,111 @@
+"""What the planner and the simulator say about a run's latest round, from what was measured so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from roundpipe.core.tiling import Tiles
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.residency import DEVICE_BYTES_PER_S
+from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
+from roundpipe.planning.stage_costs import StageCosts, num_trained
+from roundpipe.reports.memory import DeviceMemory
+from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
+from roundpipe.wrappers.run_log import LatestStep
+from roundpipe.wrappers.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner and the simulator say about the latest training round."""
+
+    round_s: float | None
+    """Seconds per round in steady state; None before layers were measured."""
+    idle: float | None
+    """Mean share of the devices' time without compute."""
+    uploaded_bytes: float | None
+    """Per round, all devices."""
+    downloaded_bytes: float | None
+    """Per round, all devices."""
+    device_memory: DeviceMemory | None
+    """What the plan counts with for the stage that needs the most; None: nothing is known of what layers keep for
+    backward, as of a model that was not traced."""
+    device_bytes: tuple[int, ...] | None
+    """Per worker, the most that is in use at once."""
+    rests_on: str
+    """Where the costs of layers come from."""
+    tiles: Tiles
+    """Into how many tiles rows were cut."""
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """The total of `device_memory`."""
+        return None if self.device_memory is None else self.device_memory.total
+
+
+def _chain_s(session: Session, optimizer_s: Mapping[str, float], num_rounds: int) -> dict[str, float]:
+    """Per round, what the optimizer's side takes one behind the other.
+
+    Weights that have second memory are converted there as a part of the update.
+    """
+    update_s, hand_over_s, gradients_s = (optimizer_s.get(what, 0.0) for what in ("update", "hand-over", "home"))
+    update_s += optimizer_s.get("averaging", 0.0)
+    if any(pair.banks is not None for pair in session.optimizer.parameter_pairs()):
+        update_s, hand_over_s = update_s + hand_over_s, 0.0
+    hand_over_s += optimizer_s.get("begin", 0.0)
+    seconds = {"update_s": update_s, "hand_over_s": hand_over_s, "gradients_s": gradients_s}
+    return {name: spent_s / num_rounds for name, spent_s in seconds.items()}
+
+
+def predict(
+    latest: LatestStep | None, session: Session, meters: Sequence[MeterReading], optimizer_s: Mapping[str, float]
+) -> Prediction | None:
+    """The simulator's figures for steps like the latest, with links and an optimizer as fast as they were measured."""
+    engine = session.engine
+    chain = None if latest is None else latest.chain()
+    if latest is None or chain is None:
+        return None
+    plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
+    costs = plans.costs.of(chain, latest.elements, latest.tiles)
+    knows_memory = any(cost.activation_bytes for cost in costs)
+    overlaps = latest.overlaps and session.optimizer.is_async
+    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=overlaps)
+    residency, memory = latest.residency, None
+    if knows_memory:
+        stage_costs = StageCosts(costs, grain, is_alone=schedule.num_microbatches == 1)
+        needs = residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
+        memory = max(needs.values(), key=lambda need: need.total)._replace(allocator=latest.allocator_bytes)
+    if not plans.costs.is_measured(chain, latest.tiles):
+        device_bytes = None
+        if knows_memory:
+            device_bytes = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency).peak_bytes
+        rests_on = "bytes of layers; their seconds are not measured yet"
+        return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
+    up, down = link_speeds(meters)
+    trained = sum(num_trained(cost) for cost in residency.streamed(costs))
+    there_bytes_per_s = DEVICE_BYTES_PER_S if engine.has_accelerators else inf  # CPU workers' is the optimizer's thread
+    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down, device_bytes_per_s=there_bytes_per_s)
+    if overlaps and trained and (num_rounds := engine.steps.num_over("train")):
+        profile = profile.with_optimizer(trained, **_chain_s(session, optimizer_s, num_rounds))
+    if overlaps:
+        simulation = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
+        round_s, idle = simulation.seconds_per_step, simulation.mean_idle.total
+    else:
+        simulation, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain, residency=residency)
+        round_s = step_alone_s(timeline, schedule)
+        computed_s = sum(
+            span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
+        )
+        idle = 1.0 - computed_s / (round_s * schedule.num_workers)
+    return Prediction(
+        round_s,
+        idle,
+        simulation.uploaded_bytes,
+        simulation.downloaded_bytes,
+        memory,
+        simulation.peak_bytes if knows_memory else None,
+        "measured times of layers, links and the optimizer",
+        latest.tiles,
+    )
