@@ -27,7 +27,8 @@ class HasLoss(Tokens):
         flat = logits.flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
         if num_items_in_batch is None:
             return {"loss": F.cross_entropy(*flat), "logits": logits}
-        return {"loss": F.cross_entropy(*flat, reduction="sum") / num_items_in_batch, "logits": logits}
+        number = num_items_in_batch.to(ids.device)  # as transformers' losses do
+        return {"loss": F.cross_entropy(*flat, reduction="sum") / number, "logits": logits}
 
 
 def own(outputs, label):

@@ -165,9 +165,10 @@ class _TermSearch:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
             return isinstance(value, int | float)
-        if not isinstance(found := value_of(value), torch.Tensor):
+        *_, source = sources(value)  # losses of transformers move a scalar argument to their device
+        if not isinstance(found := value_of(source), torch.Tensor):
             return False
-        is_argument = value.op == "placeholder" and not found.ndim and self.arguments.has(value)
+        is_argument = source.op == "placeholder" and not found.ndim and self.arguments.has(source)
         return is_argument or self.arguments.is_alike(value)
 
     def _term(self, node: Node) -> Term | None:
