@@ -51,6 +51,14 @@ class Allocations(TorchDispatchMode):
         self._rounding = rounding
         self._known = {_key(tensor) for tensor in known if tensor.layout is torch.strided}
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count none of their storages, which may be gone before the end."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                key = _key(tensor)
+                self._known.add(key)
+                weakref.finalize(tensor.untyped_storage(), self._known.discard, key).atexit = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         workspace_bytes = _workspace_bytes(func, args)
         self.grow(workspace_bytes)

@@ -21,10 +21,15 @@ def backward_from(
         gradients: one for each.
         inputs: the only leaves that get gradients; None: all do.
     """
+    torch.autograd.backward([rooted(results, gradients)], inputs=inputs)
+
+
+def rooted(results: list[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a backward from results with these gradients can begin from in their place; the list of them is emptied."""
     with torch.enable_grad():
-        root = _Root.apply(list(gradients), *results)
+        root: torch.Tensor = _Root.apply(list(gradients), *results)
     results.clear()
-    torch.autograd.backward([root], inputs=inputs)
+    return root
 
 
 class _Root(torch.autograd.Function):

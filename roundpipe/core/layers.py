@@ -97,6 +97,12 @@ class LayerCost:
     """Largest number of bytes that its forward holds at once without autograd, its inputs not counted."""
     carry_bytes: int = 0
     """Bytes of the values live at the cut behind it."""
+    input_bytes: int = 0
+    """Of the first layer: bytes of the values in front of it; 0: not known, taken to be as many as behind it."""
+    made_bytes: int = 0
+    """Of `carry_bytes`, those of values that it makes; 0: not known, taken to be all of them."""
+    released_bytes: int = 0
+    """Of `activation_bytes`, results that are gone when its backward runs, as nothing was saved of them."""
     temporary_bytes: int = 0
     """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
     num_tiles: int = 0
@@ -122,6 +128,9 @@ class LayerCost:
             activation_bytes=other.activation_bytes,
             workspace_bytes=other.workspace_bytes,
             carry_bytes=other.carry_bytes,
+            input_bytes=other.input_bytes,
+            made_bytes=other.made_bytes,
+            released_bytes=other.released_bytes,
             temporary_bytes=other.temporary_bytes,
             num_tiles=other.num_tiles,
             repeats=other.repeats,
@@ -142,6 +151,9 @@ class LayerCost:
             activation_bytes=round(self.activation_bytes * factor),
             workspace_bytes=round(self.workspace_bytes * factor),
             carry_bytes=round(self.carry_bytes * factor),
+            input_bytes=round(self.input_bytes * factor),
+            made_bytes=round(self.made_bytes * factor),
+            released_bytes=round(self.released_bytes * factor),
             temporary_bytes=round(self.temporary_bytes * factor),
             forward_excess_bytes=round(self.forward_excess_bytes * factor),
             fused_excess_bytes=round(self.fused_excess_bytes * factor),

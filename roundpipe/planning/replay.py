@@ -37,7 +37,7 @@ from roundpipe.planning.replayed import (
     ReplayedWait,
 )
 from roundpipe.planning.residency import STREAMED, Residency
-from roundpipe.planning.stage_costs import StageCosts, num_trained
+from roundpipe.planning.stage_costs import StageCosts, beside_bytes, num_trained
 
 _SAME = 5e-4
 """Share of a step within which all ends of two steps must agree for the replay to be steady."""
@@ -356,8 +356,9 @@ class StepReplay:
         if before is not None and before.gradients is not None:
             if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
                 used_bytes += before.gradient_bytes
-        most_bytes = own_bytes + self.stages[(position - len(self._free_s)) % len(self.stages)].gradient_bytes
-        used_bytes = min(used_bytes, most_bytes)
+        worker_before = self.stages[(position - len(self._free_s)) % len(self.stages)]
+        beside = beside_bytes(stage, worker_before)
+        used_bytes = min(used_bytes + beside - worker_before.gradient_bytes, own_bytes + beside)
         self.job_bytes[position] = max(self.job_bytes[position], used_bytes)
         self._carried_bytes += values.born_bytes
         self.peak_carried_bytes = max(self.peak_carried_bytes, self._carried_bytes)

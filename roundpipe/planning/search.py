@@ -14,7 +14,7 @@ counted in operations instead of time), and every plan found is within the budge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import ceil, gcd, inf, log
 from random import Random
 
@@ -108,9 +108,9 @@ class Search:
         self._most_replicas = min(_MAX_REPLICAS, num_workers, num_microbatches) if replicate else 1
         self.fused_counts = range(1, self._most_replicas + 1)
         self._refuted: dict[Candidate, float] = {}
-        self._forward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
+        self._forward: tuple[tuple[int, ...] | None, tuple[int, ...], list[StageCost]] = (None, (), [])
         self._backward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
-        """Of the latest candidate: its edges and stages."""
+        """Of the latest candidate: its edges and stages; those of the forward, with the cuts inside."""
 
     def run(self) -> list[Candidate]:
         if self.num_layers <= _EXHAUSTIVE_LAYERS and not self.replicate:
@@ -136,11 +136,13 @@ class Search:
 
     def stages(self, candidate: Candidate) -> list[StageCost]:
         forward, backward = candidate.forward.edges, candidate.backward.edges
-        if self._forward[0] is not forward:  # most moves leave one side as it was
-            self._forward = forward, [*map(self.costs.forward, forward, forward[1:])]
+        cuts = () if self.budget_bytes is None else backward  # they matter to memory alone
+        if self._forward[0] is not forward or self._forward[1] is not cuts:  # most moves leave one side as it was
+            stages = [self.costs.forward(start, stop, cuts) for start, stop in pairwise(forward)]
+            self._forward = forward, cuts, stages
         if self._backward[0] is not backward:
             self._backward = backward, [*map(self.costs.backward, backward, backward[1:])][::-1]
-        return [*self._forward[1], self.costs.fused(forward[-1], self.num_layers), *self._backward[1]]
+        return [*self._forward[2], self.costs.fused(forward[-1], self.num_layers), *self._backward[1]]
 
     def lower_bound_s(self, candidate: Candidate, stages: list[StageCost]) -> float:
         """A step takes no less: the work of the busiest workers, and the way to the losses."""

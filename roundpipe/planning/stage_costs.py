@@ -9,6 +9,7 @@ Invariant: `step_seconds` is the exact steady state of that recurrence, its maxi
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
@@ -19,9 +20,8 @@ from typing import Any, Literal, NamedTuple
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule
+from roundpipe.planning.carried import Carried, CarriedValues, RecomputeGrain
 from roundpipe.reports.memory import DeviceMemory
-
-RecomputeGrain = Literal["stage", "layer"]
 
 StagePhase = Literal["F", "U", "B"]
 """Of a range: forward, fused or backward."""
@@ -31,12 +31,6 @@ EXCESS: dict[StagePhase, str] = {
     "B": "backward_excess_bytes",
 }
 """Where a layer's cost has what was measured of such ranges."""
-BOUNDARY_BUFFERS = 4
-"""Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
-ALONE_BUFFERS = 2
-"""Those of a backward or fused stage if there is one microbatch: none is on its way for the next."""
-STAGED_BUFFERS = 2
-"""Those of them that are on their way."""
 WEIGHTS_SHARE = 0.9
 """Share of a device's budget that weights and gradients may take; the rest is for activations."""
 _EQUAL = 1e-9
@@ -55,13 +49,11 @@ class StageCost(NamedTuple):
     gradient_bytes: int
     """0 in a forward stage."""
     working_bytes: int
-    """Activations kept or in use, temporaries, the values at the stage's cuts, and what was measured beside them."""
-    carried_bytes: int = 0
-    """The values at its cuts alone."""
+    """Activations kept or in use, temporaries, carried values, and what was measured beside them."""
     excess_bytes: int = 0
     """What measured peaks showed beside what was computed; negative: less."""
-    staged_bytes: int = 0
-    """Of the values at its cuts, those on their way."""
+    carried: Carried = Carried(0, 0, 0)
+    """Of carried values alone; what its latest runs leave is none of its own bytes."""
 
     @property
     def own_bytes(self) -> int:
@@ -83,18 +75,19 @@ class StageCosts:
         self.backward_s = list(accumulate((cost.backward_s for cost in costs), initial=0.0))
         self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
         self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
+        self._values = CarriedValues(costs, grain, is_alone=is_alone)
         self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
-        self._carry_bytes = [cost.carry_bytes for cost in costs]
-        ends = zip(self._activation_bytes[1:], costs, strict=True)
-        self._peaks = _RangeMaximum([kept + cost.temporary_bytes for kept, cost in ends])
-        """What all layers up to one keep, and what comes and goes in that one."""
-        befores = (self._carry_bytes[:1] + self._carry_bytes)[: len(costs)]
+        kept = (cost.activation_bytes - cost.released_bytes for cost in costs)
+        self._kept_bytes = list(accumulate(kept, initial=0))
+        befores = zip(self._kept_bytes[:-1], costs, strict=True)
+        self._peaks = _RangeMaximum([before + cost.training_bytes for before, cost in befores])
+        """What all layers before one keep, and what that one needs."""
         self._forward_peaks = _RangeMaximum(
-            [c.workspace_bytes + before for c, before in zip(costs, befores, strict=True)]
+            [cost.workspace_bytes + self._values.before(index) for index, cost in enumerate(costs)]
         )
         """What a layer holds without autograd, and the values that are live when it begins."""
         self._maxima: dict[str, _RangeMaximum] = {}
-        self._known: dict[tuple[str, int, int], StageCost] = {}
+        self._known: dict[tuple[str, int, int, tuple[int, ...]], StageCost] = {}
 
     def weight_bytes(self, start: int, stop: int) -> int:
         return self._weight_bytes[stop] - self._weight_bytes[start]
@@ -107,27 +100,38 @@ class StageCosts:
         return self._most(EXCESS[phase], start, stop)
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        return self._computed_bytes(phase, start, stop) + self.excess_bytes(phase, start, stop)
+        """Of a range, where no stage of another phase begins inside."""
+        carried = self._carried(phase, start, stop)
+        layers_bytes, excess_bytes = self._layers_bytes(phase, start, stop), self.excess_bytes(phase, start, stop)
+        return layers_bytes + carried.present + carried.held + excess_bytes
 
-    def _computed_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        carried_bytes = self.carried_bytes(phase, start, stop)
+    def _layers_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """What the layers keep and need."""
         if phase == "F":
-            return self._forward_peaks.of(start, stop) + carried_bytes
+            return self._forward_peak(start, start, stop)
         if phase == "B" and self.grain == "layer":
-            return self._most("training_bytes", start, stop) + carried_bytes
-        return self._peaks.of(start, stop) - self._activation_bytes[start] + carried_bytes
+            return self._most("training_bytes", start, stop)
+        peak_bytes = self._peaks.of(start, stop) - self._kept_bytes[start]
+        if phase == "U":
+            return peak_bytes
+        # recomputation ends with all results there, and the gradients of what the range makes come up
+        made_bytes = self._values.made(start, stop)
+        return max(peak_bytes, self._activation_bytes[stop] - self._activation_bytes[start] + made_bytes)
 
-    def carried_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """Of the values at a stage's cuts, and their gradients."""
-        # in a forward stage the values of the layer that runs are one of the copies
-        of_others = BOUNDARY_BUFFERS - 1 if phase == "F" else BOUNDARY_BUFFERS
-        return (ALONE_BUFFERS if self.is_alone and phase != "F" else of_others) * self._cut_bytes(phase, start, stop)
+    def _forward_peak(self, stage_start: int, start: int, stop: int) -> int:
+        """Of layers without autograd; what comes up for the first one of a stage is counted by itself."""
+        if start > stage_start:
+            return self._forward_peaks.of(start, stop)
+        rest = self._forward_peaks.of(start + 1, stop) if start + 1 < stop else 0
+        return max(self.layers[start].workspace_bytes, rest)
 
-    def _cut_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """One copy of the values at the larger cut."""
-        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
-        # what the last layer makes, and its gradients, are counted with that layer
-        return carry_in if phase == "U" or carry_in > carry_out else carry_out
+    def _carried(self, phase: StagePhase, start: int, stop: int, cuts: Sequence[int] = ()) -> Carried:
+        if phase == "U":
+            return self._values.fused(start)
+        if phase == "B":
+            return self._values.backward(start, stop)
+        cuts = cuts if self.grain == "stage" else range(start + 1, stop)
+        return self._values.forward(start, stop, cuts, partial(self._forward_peak, start))
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""
@@ -138,30 +142,39 @@ class StageCosts:
 
     def of_jobs(self, schedule: Schedule) -> list[StageCost]:
         """Of a schedule's jobs, in order."""
-        phases = {Phase.FORWARD: self.forward, Phase.FUSED: self.fused, Phase.BACKWARD: self.backward}
-        return [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
+        cuts = sorted({job.start for job in schedule.jobs if job.phase is Phase.BACKWARD})
+        others = {Phase.FUSED: self.fused, Phase.BACKWARD: self.backward}
+        return [
+            self.forward(job.start, job.stop, cuts)
+            if job.phase is Phase.FORWARD
+            else others[job.phase](job.start, job.stop)
+            for job in schedule.jobs
+        ]
 
-    def forward(self, start: int, stop: int) -> StageCost:
-        return self._known.get(("F", start, stop)) or self._compute("F", start, stop)
+    def forward(self, start: int, stop: int, cuts: Sequence[int] = ()) -> StageCost:
+        """Of a forward stage; the cuts are where backward stages begin, ascending."""
+        inside = tuple(cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)])
+        return self._known.get(("F", start, stop, inside)) or self._compute("F", start, stop, inside)
 
     def fused(self, start: int, stop: int) -> StageCost:
-        return self._known.get(("U", start, stop)) or self._compute("U", start, stop)
+        return self._known.get(("U", start, stop, ())) or self._compute("U", start, stop)
 
     def backward(self, start: int, stop: int) -> StageCost:
-        return self._known.get(("B", start, stop)) or self._compute("B", start, stop)
+        return self._known.get(("B", start, stop, ())) or self._compute("B", start, stop)
 
-    def _compute(self, phase: StagePhase, start: int, stop: int) -> StageCost:
+    def _compute(self, phase: StagePhase, start: int, stop: int, cuts: tuple[int, ...] = ()) -> StageCost:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
-        cost = self._known[phase, start, stop] = StageCost(
+        carried, excess_bytes = self._carried(phase, start, stop, cuts), self.excess_bytes(phase, start, stop)
+        layers_bytes = self._layers_bytes(phase, start, stop)
+        cost = self._known[phase, start, stop, cuts] = StageCost(
             seconds=forward_s + backward_s,
             early_s=forward_s if phase == "B" else 0.0,
             weight_bytes=self.weight_bytes(start, stop),
             gradient_bytes=self.gradient_bytes(phase, start, stop),
-            working_bytes=self.working_bytes(phase, start, stop),
-            carried_bytes=self.carried_bytes(phase, start, stop),
-            excess_bytes=self.excess_bytes(phase, start, stop),
-            staged_bytes=STAGED_BUFFERS * self._cut_bytes(phase, start, stop),
+            working_bytes=layers_bytes + carried.present + carried.held + excess_bytes,
+            excess_bytes=excess_bytes,
+            carried=carried,
         )
         return cost
 
@@ -204,23 +217,29 @@ def device_memory(stages: Sequence[StageCost], num_workers: int, resident_bytes:
     """Device memory in use while each job of a step runs, with what stays there of weights.
 
     While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the step
-    before, go down.
+    before, go down. In its first microbatches, the values of the latest ones of job K - N are still there.
     """
     room_bytes = arena_bytes([stage.weight_bytes for stage in stages], num_workers)
+    befores = [stages[(position - num_workers) % len(stages)] for position in range(len(stages))]
     return [
         DeviceMemory(
             stage.weight_bytes,
             room_bytes - stage.weight_bytes,
             stage.gradient_bytes,
-            stages[(position - num_workers) % len(stages)].gradient_bytes,
-            stage.working_bytes - stage.carried_bytes - stage.excess_bytes,
-            stage.carried_bytes - stage.staged_bytes,
-            stage.staged_bytes,
+            before.gradient_bytes,
+            stage.working_bytes - stage.carried.present - stage.carried.held - stage.excess_bytes,
+            stage.carried.present,
+            max(stage.carried.held, before.carried.left),
             stage.excess_bytes,
             resident_bytes,
         )
-        for position, stage in enumerate(stages)
+        for stage, before in zip(stages, befores, strict=True)
     ]
+
+
+def beside_bytes(stage: StageCost, before: StageCost) -> int:
+    """What is there of the worker's visit before, beside a visit's own bytes: gradients, and values of its runs."""
+    return before.gradient_bytes + max(before.carried.left - stage.carried.held, 0)
 
 
 def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence[int] | None = None) -> int:
@@ -228,9 +247,9 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     if replicas is not None:
         stages = [stage for stage, count in zip(stages, replicas, strict=True) for _ in range(count)]
     _, _, weights, gradients, working, *_ = zip(*stages, strict=True)
-    turn = len(gradients) - num_workers % len(gradients)
-    before = (*gradients[turn:], *gradients[:turn])
-    return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))
+    turn = len(stages) - num_workers % len(stages)
+    beside = map(beside_bytes, stages, (*stages[turn:], *stages[:turn]))
+    return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, beside), working))
 
 
 def step_seconds(
@@ -341,8 +360,9 @@ def training_stages(plan: ExecutePlan, costs: StageCosts) -> list[StageCost]:
     plan.validate(len(costs.layers))
     if plan.fused is None:
         raise ConfigError("the plan has no fused range: only plans that train in one call have a round")
+    cuts = [start for start, _ in reversed(plan.backward)]
     return [
-        *(costs.forward(*layers) for layers in plan.forward),
+        *(costs.forward(*layers, cuts) for layers in plan.forward),
         costs.fused(*plan.fused),
         *(costs.backward(*layers) for layers in plan.backward),
     ]

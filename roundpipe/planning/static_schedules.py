@@ -22,9 +22,12 @@ from roundpipe.core.balance import cut_into
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import LayerRange
-from roundpipe.planning.stage_costs import BOUNDARY_BUFFERS, num_trained
+from roundpipe.planning.stage_costs import num_trained
 
 StaticKind = Literal["gpipe", "1f1b", "interleaved"]
+
+BOUNDARY_BUFFERS = 4
+"""Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
 
 Action = tuple[Literal["F", "B"], int, int]
 """Forward or backward, stage, microbatch."""

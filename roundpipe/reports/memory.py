@@ -23,9 +23,9 @@ class DeviceMemory(NamedTuple):
     activations: int
     """Activations kept or in use, temporaries and known workspaces; of the last stage with the loss."""
     carried: int
-    """Values and gradients at the stage's cuts that are in use."""
+    """Values and gradients at the stage's cuts that are in use, and what a forward stage has left to go down."""
     staged: int
-    """Those on their way up and down: of the microbatch behind and of the one before."""
+    """Those of the microbatch before, of this stage or of the worker's visit before, which are on their way."""
     measured: int = 0
     """What measured peaks showed beside these, such as what kernels take by themselves; negative: less."""
     resident: int = 0

@@ -181,3 +181,27 @@ def test_equal_layers_run_once():
     before = next(calls)
     assert measure_memory(chain, (example,), {}, tiles=Tiles(1, 2, at_once=False)) == costs
     assert next(calls) == before + 3, "only the last layer runs again: how losses run in tiles is nothing to others"
+
+
+class Masked(nn.Module):
+    """Each block reads a mask that is made of sizes alone, and adds to a value, of which it saves nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        mask = torch.arange(x.shape[1]).cos()[None, :, None]
+        for block in self.blocks:
+            x = x + block(x * mask) * mask
+        return x
+
+
+def test_results_that_nothing_is_saved_of_are_known():
+    example = torch.randn(4, 16, 8)
+    costs = measure_memory(traced(Masked(), example), (example,), {})
+    assert costs is not None, "also beside glue"
+    assert all(cost.released_bytes == example.nbytes <= cost.made_bytes for cost in costs)
+    assert costs[0].input_bytes == example.nbytes
+    saving = measure_memory(layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), (example,), {})
+    assert [cost.released_bytes for cost in saving] == [0, example.nbytes], "a linear layer saves what it reads"

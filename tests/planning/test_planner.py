@@ -159,29 +159,28 @@ def test_peak_is_the_written_formula():
         LayerCost(weight_bytes=40, gradient_bytes=40, activation_bytes=70, workspace_bytes=9, carry_bytes=3),
     ]
     chosen = ExecutePlan([(0, 2)], (2, 3), [(0, 2)])
-    forward, fused, backward = (
-        60 + 1 + 3 * 2,
-        40 + 70 + 4 * 2 + 3,
-        8 + 150 + 4 * 2,
-    )  # U: gradients of what it takes, outputs
+    # what comes up, and what the run before it has brought and left; B: and at first the gradients of what it makes
+    forward, fused, backward = 61 + 1 + 3, 40 + 70 + 2 + 4, 8 + 150 + 2 + 1 + 3
+    runs = {1: (0, 0, 1), 2: (1, 0, 0), 3: (0, 0, 0)}  # of the visit before, where its last run takes more
     weights = {1: 30 + 40, 2: 30 + 30, 3: 40}  # the largest two visits that follow each other on a worker
     gradients = {1: (8, 0, 40), 2: (40, 8, 0), 3: (0, 40, 8)}  # of the visit before, in the order F, U, B
     for num_workers, arena in weights.items():
-        needs = [need + before for need, before in zip((forward, fused, backward), gradients[num_workers], strict=True)]
+        others = map(sum, zip(gradients[num_workers], runs[num_workers], strict=True))
+        needs = [need + before for need, before in zip((forward, fused, backward), others, strict=True)]
         assert plan_peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(needs)
-    needs = (forward, 40 + 70 + 2 * 2 + 3, 8 + 150 + 2 * 2)  # of the only microbatch
+    needs = (61 + 1, 40 + 70 + 2 + 2, 8 + 150 + 2 + 1 + 2)  # of the only microbatch, and what the stage before left
     alone = [need + before for need, before in zip(needs, gradients[1], strict=True)]
     assert plan_peak_bytes(chosen, costs, num_workers=1, is_alone=True) == weights[1] + max(alone)
-    by_layer = 8 + 100 + 4 * 2 + 40
-    expected = 30 + 40 + max(by_layer, forward + 8, fused)
+    by_layer = 8 + 100 + 1 + 6 // 2 + 6 + 40  # of the six bytes of both layers, half is still there
+    expected = 30 + 40 + max(by_layer, 61 + 1 + 6 + 8, fused)
     assert plan_peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
 
 
 def test_a_forward_holds_the_values_that_live_inside_of_its_stage():
     """As of a U-Net: skip connections that are made and read within one stage, whose cuts are narrow."""
     costs = [LayerCost(workspace_bytes=10, carry_bytes=carry) for carry in (1, 50, 100, 50, 1)]
-    assert stage_costs.StageCosts(costs).forward(0, 5).working_bytes == 10 + 100 + 3 * 1
-    assert stage_costs.StageCosts(costs).forward(0, 1).working_bytes == 10 + 1 + 3 * 1
+    assert stage_costs.StageCosts(costs).forward(0, 5).working_bytes == 10 + 100 + 1 + 2 * 1
+    assert stage_costs.StageCosts(costs).forward(0, 1).working_bytes == 10 + 1 + 2 * 1
 
 
 def test_a_smaller_budget_is_never_faster():

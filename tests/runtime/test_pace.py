@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.runtime.engine.pace import LARGE_BYTES, RUNS_AHEAD, SMALL_BYTES, InFlight, Pace
+from roundpipe.planning.carried import LARGE_BYTES
+from roundpipe.runtime.engine.pace import RUNS_AHEAD, SMALL_BYTES, InFlight, Pace
 
 
 class SlowDevice:

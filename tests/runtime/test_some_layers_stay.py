@@ -118,7 +118,7 @@ def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
         (model, piped), found, numbers = eight_layers(residency), [], []
         with piped:
             ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
-            for step, num_rows in enumerate((4, 4, 4, 40, 4, 4)):
+            for step, num_rows in enumerate((4, 4, 4, 44, 4, 4)):
                 x = batch(num_rows, width=WIDTH, seed=step)
                 found.append(piped.forward_backward((x,), loss_fn=square_loss))
                 numbers.append(number_there(piped))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations, uncounted
-from roundpipe.core.backward import backward_from
+from roundpipe.core.backward import rooted
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, MakesGlue, Tail
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
@@ -64,6 +66,18 @@ class _RunBytes:
     training: int
     """The most at once in both."""
     tiles: TilesRun
+    saves: _Saves
+
+
+@dataclass(frozen=True, slots=True)
+class _Saves:
+    """What the graph of a run holds of values, once nobody else does."""
+
+    reads: tuple[bool, ...]
+    """Whether some of it, by value that it reads."""
+    made: tuple[bool, ...]
+    own_bytes: tuple[int, ...]
+    """Of memory that is that of one value which it makes, and of nothing else."""
 
 
 _known: WeakKeyDictionary[LayerChain, dict[Hashable, tuple[_RunBytes, list[Any]]]] = WeakKeyDictionary()
@@ -111,22 +125,28 @@ class _ChainRun:
         carry = chain.entry(*self._faked((args, kwargs)))
         last_reader = {name: index for index, spec in enumerate(chain.specs) for name in spec.reads}
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
-        costs = []
+        costs: list[LayerCost] = []
+        runs: list[tuple[Sequence[str], Sequence[str], _Saves]] = []
+        input_bytes = _bytes_of(carry)
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
             number = self._tiles.of(index, len(chain))
             with in_tiles(number, most=_RUN_TILES, at_once=self._tiles.at_once) as ran:
                 to_loss = self._to_loss(loss, carry, ran) if loss is not None and index == len(chain) - 1 else None
                 if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
                     costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry), has_loss=True), to_loss))
+                    runs.append((tuple(carry), (), to_loss.saves))
                     break
                 reads = self._given(layer, spec, {name: carry[name] for name in spec.reads})
                 memory, results = self._layer(layer, spec, reads, ran)
+            runs.append((tuple(reads), spec.makes, memory.saves))
             carry = {name: value for name, value in (carry | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = _bytes_of(carry)
+            cost = replace(cost, made_bytes=_bytes_of({name: carry[name] for name in spec.makes if name in carry}))
             if loss is not None and index == len(chain) - 1:
                 memory, cost = _with_guessed_loss(memory, carry_bytes), replace(cost, has_loss=True)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
-        return [self._with_glue(cost) for cost in costs]
+        costs = [replace(cost, released_bytes=each) for cost, each in zip(costs, _released(runs), strict=True)]
+        return [self._with_glue(cost) for cost in (replace(costs[0], input_bytes=input_bytes), *costs[1:])]
 
     def _given(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> Carry:
         """What a layer reads, with the glue that it is given: it is made once for all layers."""
@@ -166,8 +186,9 @@ class _ChainRun:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)
             peak_bytes = self._without_autograd(forward, reads)
-            kept_bytes, training_bytes, made = self._with_autograd(forward, reads)
-            self._known[key] = _RunBytes(peak_bytes, kept_bytes, training_bytes, ran), list(made.values())
+            kept_bytes, training_bytes, saves, made = self._with_autograd(forward, reads)
+            memory = _RunBytes(peak_bytes, kept_bytes, training_bytes, ran, saves)
+            self._known[key] = memory, list(made.values())
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
 
@@ -199,8 +220,8 @@ class _ChainRun:
             return {"loss": loss.function(outputs, label)}
 
         try:
-            kept_bytes, training_bytes, _ = self._with_autograd(run, reads)
-            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes, ran)
+            kept_bytes, training_bytes, saves, _ = self._with_autograd(run, reads)
+            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes, ran, saves)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
             return None
@@ -220,21 +241,47 @@ class _ChainRun:
             function(dict(reads))
         return memory.peak_bytes
 
-    def _with_autograd(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[int, int, Carry]:
-        """Bytes between a forward and its backward, the most in both, and the results."""
-        with self._entered():
+    def _with_autograd(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[int, int, _Saves, Carry]:
+        """Bytes between a forward and its backward, the most in both, what the graph holds, and the results."""
+        with self._entered(), torch.enable_grad():
             leaves = trees.map_tensors(reads, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
             memory = Allocations(trees.tensors(leaves), self._rounding)
-            with torch.enable_grad(), memory:
-                made = function(dict(leaves))
+            taken = trees.map_tensors(leaves, torch.clone)  # a graph holds its leaves in any case
+            memory.leave_out(trees.tensors(taken))
+            with memory:
+                made = function(dict(taken))
                 kept_bytes = memory.live_bytes
                 roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad and tensor.grad_fn]
                 with uncounted():
                     results = self._faked(made)
-                del made
-                if leaves := _fake_leaves(roots):
-                    backward_from(roots, [torch.empty_like(root) for root in roots], leaves)
-        return kept_bytes, memory.peak_bytes, results
+                inputs = _fake_leaves(roots)
+                gradients = [torch.empty_like(root) for root in roots] if inputs else []
+                watched = _Watched(taken, made)
+                graph = [root.grad_fn for root in roots]
+                del taken, made
+                if inputs:
+                    root = rooted(roots, gradients)
+                roots.clear()
+                saves = watched.saves()
+                del graph
+                if inputs:
+                    torch.autograd.backward([root], inputs=inputs)
+        return kept_bytes, memory.peak_bytes, saves, results
+
+
+class _Watched:
+    """Memory of what a run reads and makes; keeps none of it."""
+
+    def __init__(self, reads: Carry, made: Carry) -> None:
+        of_reads, of_made = ([_storages(value) for value in values.values()] for values in (reads, made))
+        keys = Counter(storage._cdata for each in (*of_reads, *of_made) for storage in each)
+        self._own_bytes = tuple(sum(each.nbytes() for each in of if keys[each._cdata] == 1) for of in of_made)
+        self._reads, self._made = ([[weakref.ref(each) for each in of] for of in ofs] for ofs in (of_reads, of_made))
+
+    def saves(self) -> _Saves:
+        """What is still there, held by the graph alone."""
+        reads, made = (tuple(any(ref() is not None for ref in each) for each in of) for of in (self._reads, self._made))
+        return _Saves(reads, made, self._own_bytes)
 
 
 def _fake_leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -249,6 +296,25 @@ def _fake_leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             leaves.append(leaf)
         pending += [following for following, _ in node.next_functions]
     return leaves
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    tensors = (tensor for tensor in trees.tensors(value) if tensor.layout is torch.strided)
+    return list({(storage := tensor.untyped_storage())._cdata: storage for tensor in tensors}.values())
+
+
+def _released(runs: Sequence[tuple[Sequence[str], Sequence[str], _Saves]]) -> list[int]:
+    """Bytes of each run's results that no graph holds; of each run what it reads and makes, by name."""
+    saved = {
+        name
+        for reads, makes, saves in runs
+        for name, is_saved in (*zip(reads, saves.reads, strict=True), *zip(makes, saves.made, strict=False))
+        if is_saved
+    }
+    return [
+        sum(own for name, own in zip(makes, saves.own_bytes, strict=False) if name not in saved)
+        for _, makes, saves in runs
+    ]
 
 
 def _forward(layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:

@@ -15,14 +15,14 @@ from typing import Any
 
 from roundpipe.core import trees
 from roundpipe.core.storages import bytes_of
+from roundpipe.planning.carried import LARGE_BYTES
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 
 RUNS_AHEAD = 3
 """Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
 SMALL_BYTES = 4 * 1024**2
-"""Of values that a microbatch brings up and leaves to go down: with more, one is ahead of the one that runs."""
-LARGE_BYTES = 64 * 1024**2
-"""Of values of one microbatch that several layers bring up or leave: with more, the worker waits between them."""
+"""Of values that a microbatch brings up and leaves to go down: with more, one is ahead of the one that runs, which is
+what plans count with."""
 
 
 def num_ahead(run_bytes: int, num_microbatches: int) -> int:

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, arena_bytes, device_memory, training_jobs
+from roundpipe.planning.stage_costs import (
+    EXCESS,
+    StageCosts,
+    StagePhase,
+    arena_bytes,
+    beside_bytes,
+    device_memory,
+    training_jobs,
+)
 from roundpipe.runtime.config import RecomputeGrain
 
 Kind = tuple[int, ...]
@@ -66,7 +74,8 @@ class VisitPeaks:
                 continue
             # the step begins with nothing on its way, as there may be from the step before
             before = stages[(position - self.num_workers) % len(stages)]
-            before_bytes = before.gradient_bytes if position < self.num_workers else 0
+            is_first = position < self.num_workers
+            before_bytes = beside_bytes(stages[position], before) if is_first else 0
             # predictions are of the worker with the largest weights; this one's room may be smaller
             own = [stage.weight_bytes for stage in stages[position % self.num_workers :: self.num_workers]]
             peak_bytes += predicted[position].weights + predicted[position].next_weights - arena_bytes(own, 1)
