@@ -60,6 +60,7 @@ CASES = {
     "override_config": (lambda: wrapped(override_config=3), "override_config is int"),
     "device": (lambda: roundpipe.Device(None), r"Device\(None\)"),
     "memory": (lambda: roundpipe.Device("cpu", memory_bytes=NAN), r"Device\(memory_bytes=nan\)"),
+    "memory beyond all numbers": (lambda: roundpipe.Device("cpu", memory_bytes="1e400GB"), r"memory_bytes='1e400GB'"),
     "upload": (lambda: roundpipe.Device("cpu", upload_bytes_per_s=NAN), "upload_bytes_per_s=nan"),
     "download": (lambda: roundpipe.Device("cpu", download_bytes_per_s=float("inf")), "download_bytes_per_s=inf"),
     "timeline": (record, "path=3; give the path of a file, .json or .png"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Any
 
 _UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
@@ -10,14 +11,15 @@ _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP
 
 
 def parse_quantity(text: str) -> float:
-    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``; 0 for what is none."""
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``; 0 for what is none, or too large."""
     match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
     if match is None:
         return 0.0
     try:
-        return float(match[1]) * _UNITS.get(match[2].upper().replace("I", "i"), 0.0)
+        quantity = float(match[1]) * _UNITS.get(match[2].upper().replace("I", "i"), 0.0)
     except ValueError:
         return 0.0
+    return quantity if isfinite(quantity) else 0.0
 
 
 def as_number(value: Any) -> Any:
