@@ -1,4 +1,4 @@
-"""Ctrl-C while torch's modes are entered and left, which none of them survives: it comes at the next safe point."""
+"""Ctrl-C inside of what does not survive it, such as torch's modes: it comes at the next safe point."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP
 
 
 def parse_quantity(text: str) -> float:
-    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``; 0 for what is none, or too large."""
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``; 0 for none, or too large a one."""
     match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
     if match is None:
         return 0.0

@@ -27,6 +27,7 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.core.interrupts import interrupts_held
 
 STATE_FILE = "training_state.pt"
 """Everything but the weights; a folder that has it is a checkpoint."""
@@ -296,7 +297,8 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     aliases: dict[str, str] = {}
     for path in files:
         try:
-            with library.safe_open(path, framework="pt") as file:
+            # an interrupt inside the library would come out as an error of its own
+            with interrupts_held(), library.safe_open(path, framework="pt") as file:
                 content, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
         except (library.SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error

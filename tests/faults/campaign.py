@@ -11,7 +11,7 @@ instead. After each:
     note        it says where it was raised: layer, stage, microbatch and phase are right; and if gradients are left
     checkpoint  one that was written before, or the one that was being written, loads
     leak        as many bytes of tensors are alive as after the clean step
-    threads     as many threads as after the clean step
+    threads     no more than the workers and the optimizer have
     next call   the next step gives eager's loss and gradients
     hang        all of it takes less than `DEADLINE_S`
 """
@@ -254,16 +254,17 @@ def sweep(case: Case) -> Outcome:
 
 
 def _examine(case: Case, faults: Callable[[Run], Iterator[Case]], most: int) -> Outcome:
+    # of each worker two, and the optimizer's, some of which begin when they are first needed
+    most_threads = threading.active_count() + 2 * case.num_workers + 1
     run = Run(case)
     problems: list[str] = []
     number = 0
     try:
         run.step()
         run.clean_step()
-        for _ in range(2 * case.num_workers):  # each of them has all threads that training takes then
-            problems += run.check_next_step()
+        problems += run.check_next_step()
         run.clean_step()
-        bytes_before, threads_before = alive_bytes(), threading.active_count()
+        bytes_before, threads_before = alive_bytes(), max(most_threads, threading.active_count())
         for each in faults(run):
             if number == most or problems:
                 break

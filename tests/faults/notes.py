@@ -58,7 +58,7 @@ def problems_of_notes(
             problems.append(f"note: no stage: {note}")
         return problems
     direction, first, end = found[1], int(found[2]), int(found[3])
-    if direction not in {"forward": "FU", "recomputation": "B", "backward": "BU", "loss_fn": "U"}[phase]:
+    if direction not in {"forward": "FU", "recomputation": "B", "backward": "BU", "loss_fn": "FU"}[phase]:
         problems.append(f"note: another direction: {note}")
     if plan is not None and (first, end) not in _ranges(plan, direction):
         problems.append(f"note: no stage of the plan: {note}")

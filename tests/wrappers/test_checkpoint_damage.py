@@ -203,6 +203,25 @@ def test_ctrl_c_at_any_line_of_a_load_leaves_the_old_or_the_new_state(tmp_path):
         assert seen == {"own", "c"} and interrupts >= len(lines) - 3
 
 
+def test_ctrl_c_inside_safetensors_is_a_keyboard_interrupt(tmp_path, monkeypatch):
+    with piped() as model:
+        optimizer = adamw(model)
+        train(model, optimizer, 1)
+        model.save_checkpoint(tmp_path / "c", optimizer)
+        read = torch.UntypedStorage.__getitem__
+
+        def interrupted(storage, place):
+            if isinstance(place, int):  # by torch, whose error takes the place of the interrupt
+                signal.raise_signal(signal.SIGINT)
+            return read(storage, place)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch.UntypedStorage, "__getitem__", interrupted)
+            model.load_checkpoint(tmp_path / "c", optimizer)
+        model.load_checkpoint(tmp_path / "c", optimizer)
+        train(model, optimizer, 1)
+
+
 def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt(tmp_path):
     """No garbage is collected meanwhile: an interrupt inside a finalizer or the warning of an unclosed file is lost."""
     rng, num_interrupts = random.Random(1), 0
