@@ -27,7 +27,7 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from roundpipe.core.interrupts import interrupts_held
+from roundpipe.core.interrupts import interrupts_held, safe_point
 
 STATE_FILE = "training_state.pt"
 """Everything but the weights; a folder that has it is a checkpoint."""
@@ -54,19 +54,29 @@ _LIBRARY_MISSING = "checkpoints need the safetensors library; install it with pi
 
 @dataclass(slots=True)
 class SummedFile:
-    """A file that knows the checksum of what was written to it."""
+    """A file that knows the checksum of what was written to it.
+
+    Torch's writer, whose save has failed, writes once more when it is deleted, and an error would then end the process:
+    what comes behind a failed write, or when the file is closed, is dropped.
+    """
 
     file: BinaryIO
     crc32: int = 0
     num_bytes: int = 0
+    _is_whole: bool = True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if not self._is_whole or self.file.closed:
+            return len(view)
+        self._is_whole = False
         for start in range(0, len(view), _BLOCK_BYTES):
+            safe_point()
             block = view[start : start + _BLOCK_BYTES]
             self.file.write(block)
             self.crc32 = zlib.crc32(block, self.crc32)
         self.num_bytes += len(view)
+        self._is_whole = True
         return len(view)
 
     def flush(self) -> None:
@@ -311,7 +321,7 @@ def write_state(draft: Draft, state: Mapping[str, Any]) -> None:
     """Write plain containers and tensors as `STATE_FILE`."""
     handled = sys.exception()
     try:
-        with draft.open(STATE_FILE) as file:
+        with draft.open(STATE_FILE) as file, interrupts_held():
             torch.save(dict(state), file)  # type: ignore[arg-type]  # it has what torch needs
     except RuntimeError as error:  # torch's writer, closing after a failed write, hides why that ended
         first: BaseException = error

@@ -243,6 +243,32 @@ def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt(tmp_path):
     assert num_interrupts == 24
 
 
+INSIDE_TORCH = """
+    import signal, sys, traceback, torch
+    from pathlib import Path
+    from roundpipe.wrappers.checkpoint_files import Draft, write_state
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_name == sys.argv[2] and frame.f_code.co_filename == torch.serialization.__file__:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.settrace(interrupt)
+    try:
+        write_state(Draft(Path(sys.argv[1])), {"x": torch.ones(8)})
+    except KeyboardInterrupt as error:
+        traceback.clear_frames(error.__traceback__)  # with them torch's writer is deleted
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_ctrl_c_around_the_writer_of_torch_does_not_end_the_process(tmp_path, where):
+    given = [sys.executable, "-c", textwrap.dedent(INSIDE_TORCH), str(tmp_path), where]
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "interrupted\n"), ended.stderr
+
+
 def test_ctrl_c_inside_what_removes_the_old_checkpoint_is_a_keyboard_interrupt(tmp_path):
     """`shutil.rmtree` closes a file again if it is cut short before it has noted that it has."""
     with piped() as model:
