@@ -41,6 +41,7 @@ _REPLACEABLE = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, type)
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 """Types; those of classes below them may have attributes."""
 _NOT_OWN = frozenset(name for name in OF_TORCH if name in places.REGISTERED or "_hooks" in name)
+"""Attributes that every module has of torch, and that hold no state of its own; found faster than by their names."""
 _NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
 
 

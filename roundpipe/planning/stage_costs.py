@@ -101,9 +101,8 @@ class StageCosts:
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         """Of a range, where no stage of another phase begins inside."""
-        carried = self._carried(phase, start, stop)
-        layers_bytes, excess_bytes = self._layers_bytes(phase, start, stop), self.excess_bytes(phase, start, stop)
-        return layers_bytes + carried.present + carried.held + excess_bytes
+        cost_of = {"F": self.forward, "U": self.fused, "B": self.backward}[phase]
+        return cost_of(start, stop).working_bytes
 
     def _layers_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         """What the layers keep and need."""
@@ -125,7 +124,7 @@ class StageCosts:
         rest = self._forward_peaks.of(start + 1, stop) if start + 1 < stop else 0
         return max(self.layers[start].workspace_bytes, rest)
 
-    def _carried(self, phase: StagePhase, start: int, stop: int, cuts: Sequence[int] = ()) -> Carried:
+    def _carried(self, phase: StagePhase, start: int, stop: int, cuts: Sequence[int]) -> Carried:
         if phase == "U":
             return self._values.fused(start)
         if phase == "B":

@@ -53,8 +53,11 @@ class LossWarnings:
         """Calls whose scalars were read from a device."""
 
     def look(self, weights: Sequence[LossWeights], number: int, *options: RoundPipeRunConfig | None) -> None:
-        """After a call of a ``number`` of microbatches, for a mean over ranks about those of all; ``options`` are those
-        given, those of the call first.
+        """After a call.
+
+        Args:
+            number: of its microbatches; where ranks make up one mean, about those of all ranks.
+            options: those given, those of the call first.
         """
         kind = next((each.own for each in weights if each.own is not None), None)
         given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)

@@ -89,8 +89,8 @@ class RunReport:
     optimizer_s: Mapping[str, float]
     """Seconds of the optimizer's side: ``home`` (gradients that came from devices are added and converted),
     ``begin`` (from ``step``, or the update before, to its hand-over), ``hand-over`` (weights, gradients), ``update``
-    (``step_fn``), ``waits``;
-    with ranks ``averaging`` (gradients between them, and new weights of shards), ``other ranks`` (waits for them)."""
+    (``step_fn``), ``waits``; with ranks also ``averaging`` (gradients between them, and new weights of shards) and
+    ``other ranks`` (waits for them)."""
     host_memory: HostMemory
     """Bytes in host memory, by what they are for."""
     predicted: Prediction | None

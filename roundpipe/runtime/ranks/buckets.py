@@ -58,8 +58,7 @@ class Workspace:
     def joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Contiguous tensors, one after the other."""
         joined = self.take(name, sum(part.numel() for part in parts), parts[0].dtype)
-        for place, part in zip(joined.split([part.numel() for part in parts]), parts, strict=True):
-            place.copy_(part.view(-1))
+        _join(joined, parts)
         return joined
 
 
@@ -138,9 +137,7 @@ def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard, spac
         lengths = [sum(map(len, parts)) for parts in parts_of]
         length = max(lengths)  # equally long on all ranks
         own = space.take("sent", length, flats[0].dtype)
-        parts = [copy[window] for copy in copies]
-        for place, part in zip(own[: lengths[shard.index]].split([len(part) for part in parts]), parts, strict=True):
-            place.copy_(part)
+        _join(own[: lengths[shard.index]], [copy[window] for copy in copies])
         found = space.take("received", shard.count * length, own.dtype).view(shard.count, length)
         group.collect(found, own)
         for row, parts, length in zip(found, parts_of, lengths, strict=True):
@@ -158,6 +155,12 @@ def _windows(bucket: Sequence[ParameterPair], shard: Shard) -> Iterator[slice]:
         step = max(BUCKET_BYTES // shard.count // bucket[0].parameter.itemsize, 1)
         longest = max(shard.bounds(pair.parameter.numel(), 0).stop for pair in bucket)
         yield from (slice(start, start + step) for start in range(0, longest, step))
+
+
+def _join(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write contiguous tensors one after the other into one that has room for just them."""
+    for place, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True):
+        place.copy_(part.view(-1))
 
 
 def _parts(flats: Sequence[torch.Tensor], shard: Shard, rank: int, window: slice) -> list[torch.Tensor]:
