@@ -1,4 +1,8 @@
-"""What a figure was measured on, and where its JSON goes; the same for every benchmark."""
+"""What a figure was measured on, and where its JSON goes; the same for every benchmark.
+
+What is measured is the library of the script's own checkout, unless PYTHONPATH names another, whatever is installed: a
+script imports this module before the library.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_BEFORE = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+sys.path.insert(1 + len(_BEFORE), str(Path(__file__).resolve().parent.parent))  # behind the script's folder and these
 
 
 def processor() -> str:

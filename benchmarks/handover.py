@@ -15,6 +15,7 @@ A row is the run with the median time per step: from timelines, the time between
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from environment import report
 from torch import nn
 
 import roundpipe
-from roundpipe.reports.timeline import OPTIMIZER, Timeline
+from roundpipe.reports.timeline import OPTIMIZER, Span, Timeline
 
 WAYS = ("alloc", "double")
 
@@ -81,10 +82,10 @@ def measure(way: str, options: argparse.Namespace) -> Run:
         with model.record_timeline() as timeline:
             train(options.steps)
         predicted = model.report().predicted
-    return read(timeline, options.steps, len(names), None if predicted is None else predicted.round_s)
+    return read(timeline, len(names), None if predicted is None else predicted.round_s)
 
 
-def read(timeline: Timeline, num_steps: int, num_workers: int, predicted_s: float | None) -> Run:
+def read(timeline: Timeline, num_workers: int, predicted_s: float | None) -> Run:
     """What a timeline of some steps shows; the first is left out."""
     rounds = rounds_of(timeline)[1:]
     starts, ends = zip(*rounds, strict=True)
@@ -107,15 +108,25 @@ def read(timeline: Timeline, num_steps: int, num_workers: int, predicted_s: floa
 
 
 def rounds_of(timeline: Timeline) -> list[tuple[float, float]]:
-    """When each round's first computation began and its last one ended; names of computations are unique in a round."""
-    seen: defaultdict[str, int] = defaultdict(int)
-    rounds: defaultdict[int, list[float]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.lane == "compute":
-            name = f"{span.name} {span.args.get('part')} {span.args.get('layers')}"
-            rounds[seen[name]] += [span.start_s, span.end_s]
-            seen[name] += 1
-    return [(min(times), max(times)) for _, times in sorted(rounds.items())]
+    """When each round's first computation began and its last one ended, for those that began while it was recorded.
+
+    Jobs count over rounds, and the first job of one runs the first layer forward with the first microbatch. Plans may
+    be others from round to round.
+    """
+    spans = [span for span in timeline.spans if span.lane == "compute"]
+    first_jobs = sorted({span.args["job"] for span in spans if _begins_round(span)})
+    rounds: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        rounds[bisect_right(first_jobs, span.args["job"])].append(span)
+    rounds.pop(0, None)  # it was under way before
+    return [
+        (min(span.start_s for span in each), max(span.end_s for span in each)) for _, each in sorted(rounds.items())
+    ]
+
+
+def _begins_round(span: Span) -> bool:
+    args = span.args
+    return args["layers"][0] == 0 and args["microbatch"] == 0 and args["part"] in ("forward", "fused")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ WARM_PLAIN, WARM_PLAIN_S = 3, 2.0
 """Steps that come first, and seconds after which no more of them do."""
 NUM_RECORDED = 4
 """Steps of a timeline; the first of them is left out."""
+TRACEBACK_LINES = 40
+"""The last ones of what is written down of an error."""
 
 
 class Log(logging.Handler):
@@ -64,14 +67,14 @@ def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _attempt(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A way's figures, or its error."""
+    """A way's figures, or its error and where it was raised."""
     try:
         if way in PLAIN_WAYS:
             return measure_plain(row.sized(options.small), way, options)
         return measure_ours(row.sized(options.small), way, options)
     except Exception as error:  # whatever it is, the other ways go on
-        logging.getLogger(__name__).warning("%s failed", way, exc_info=True)
-        return {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]}
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return {"error": said[:300], "traceback": traceback.format_exc().splitlines()[-TRACEBACK_LINES:]}
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def _measure_ours(row: Row, way: str, options: argparse.Namespace) -> dict[str, 
         with pipe.record_timeline() as timeline:
             for _ in range(NUM_RECORDED):
                 step()
-        shown = read(timeline, NUM_RECORDED, len(devices), None)
+        shown = read(timeline, len(devices), None)
         if options.timelines is not None:
             options.timelines.mkdir(parents=True, exist_ok=True)
             timeline.save(options.timelines / f"{row.name}-{way.replace('/', '-')}.json")

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -144,17 +143,9 @@ def _measured(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         command += ["--steps", str(options.steps), "--runs", str(options.runs)]
         command += ["--warm-up-seconds", str(options.warm_up_seconds), *(["--small"] if options.small else [])]
         command += ["--timelines", str(options.timelines.resolve())] if options.timelines else []
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         ended: dict[str, Any] = {}
         try:
-            done = subprocess.run(
-                command,
-                timeout=options.row_seconds,
-                capture_output=True,
-                text=True,
-                env=os.environ | {"PYTHONPATH": paths},
-            )
+            done = subprocess.run(command, timeout=options.row_seconds, capture_output=True, text=True)
             if done.returncode:
                 ended["error"] = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]
             if "Traceback" in done.stderr:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from roundpipe.reports.timeline import Span, Timeline
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -150,6 +156,66 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert way["stages"] and way["limit"] and {"trace", "first round"} <= way["start_s"].keys()
     assert found["ways"]["full"]["resident_bytes"] > 0 == found["ways"]["off"]["resident_bytes"]
     assert "to 1 card" in capsys.readouterr().out
+
+
+def test_rows_are_predicted_with_the_library_beside_them(tmp_path: Path) -> None:
+    """As on the command line, where another version may be installed, whose classes differ."""
+    installed = tmp_path / "installed" / "roundpipe"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("raise ImportError('the library that is installed')\n")
+    start = f"import sys, runpy; sys.path[0] = {str(BENCHMARKS)!r}; sys.path.append({str(installed.parent)!r}); "
+    start += "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    sizes = ["--small", "--predict", "H200", "--rows", "2.0b-24-4x1x2048", "--json", str(tmp_path / "rows.json")]
+    command = [sys.executable, "-c", start, str(BENCHMARKS / "rows.py"), *sizes]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["results"]["rows"].values()
+    assert row["predicted"]["tokens_per_s"] > 0
+
+
+def test_rounds_are_told_apart_whatever_their_plans() -> None:
+    """By their first jobs: plans may change while steps are recorded, and one may be under way as that begins."""
+    handover = importlib.import_module("handover")
+
+    def computed(job: int, first: int, part: str, microbatch: int, start_s: float) -> Span:
+        args = {"layers": [first, first + 1], "job": job, "microbatch": microbatch, "part": part}
+        return Span("cpu (worker 0)", "compute", f"{part}[{first}] m{microbatch}", start_s, start_s + 1.0, args)
+
+    under_way = [computed(6, 0, "backward", 1, 0.0)]
+    two_stages = [
+        (7, 0, "forward", 0),
+        (7, 0, "forward", 1),
+        (8, 1, "fused", 0),
+        (8, 1, "fused", 1),
+        (9, 0, "backward", 0),
+    ]
+    shared_by_two = [(10, 0, "fused", 0), (11, 0, "fused", 1)]
+    one_stage = [(12, 0, "fused", 0), (12, 0, "fused", 1)]
+    jobs = [*two_stages, *shared_by_two, *one_stage]
+    spans = [computed(*job, 2.0 * number) for number, job in enumerate(jobs, 1)]
+    timeline = Timeline([*under_way, *spans])
+    assert handover.rounds_of(timeline) == [(2.0, 11.0), (12.0, 15.0), (16.0, 19.0)]
+    assert handover.read(timeline, 1, None).step_s == 4.0
+
+
+def test_a_way_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row_run, row_cases = importlib.import_module("row_run"), importlib.import_module("row_cases")
+
+    def fails(*arguments: object) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(row_run, "read", fails)
+    (row,) = (row for row in row_cases.ROWS if row.name == "2.0b-24-4x1x2048")
+    sizes = ["--device", "cpu", "--small", "--steps", "1", "--warm-up-seconds", "0", "--residency", "off"]
+    options = importlib.import_module("rows")._parser().parse_args([*sizes, "--json", str(tmp_path / "row.json")])
+    num_threads = torch.get_num_threads()
+    try:
+        way = row_run.measure_row(row, options)["ways"]["off"]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert way["error"] == "ZeroDivisionError: float division by zero"
+    assert any("in fails" in line for line in way["traceback"])
 
 
 @pytest.mark.long
