@@ -135,6 +135,24 @@ def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
     assert_equal_bits(found, streamed)
 
 
+def test_rounds_overlap_where_the_plan_that_streams_has_never_run():
+    """More memory, and with it new plans: the one that streams is not needed any more, so it is never proven."""
+    _, piped = eight_layers("full")
+    with piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+
+        def step():
+            piped.forward_backward((batch(4, width=WIDTH),), loss_fn=square_loss)
+            piped.step(lambda: (ours.step(), ours.zero_grad()))
+            return piped._session.log.latest.overlaps  # else it shows in seconds alone
+
+        overlaps = [step() for _ in range(4)]
+        piped._runner.builder.plans.set_budgets([34_000])  # no public call changes a device's memory
+        overlaps += [step() for _ in range(3)]
+        assert 0 < number_there(piped) < 16
+    assert overlaps[3] and not overlaps[4] and all(overlaps[5:]), overlaps
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_when_memory_runs_out_fewer_layers_stay(is_async, caplog):
     def run(residency):

@@ -232,6 +232,11 @@ class FullPlans:
         assert kept is not None and kept.found is not None
         return kept.found.room
 
+    def has_plan(self, call: Call) -> bool:
+        """Whether a call has such a plan."""
+        kept = self._of(call)
+        return kept is not None and kept.found is not None
+
     def is_proven(self, call: Call) -> bool:
         """Whether a step has run by a call's plan, or there is none."""
         kept = self._of(call)

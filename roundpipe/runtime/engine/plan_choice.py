@@ -191,8 +191,11 @@ class PlanChooser:
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
-        if self.full.wants(call) and not self.full.is_proven(call):
-            return False
+        if self.full.wants(call):
+            if not self.full.is_proven(call):
+                return False
+            if self.full.has_plan(call):  # which has run; the one that streams may never do
+                return True
         kept = self.costs.record(call.chain).plans.get(self.key(call))
         is_free = self._budget_bytes is not None and call.config.execute_plan is None
         return not is_free or (kept is not None and kept.is_proven)
