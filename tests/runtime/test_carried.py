@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.planning import carried
 from roundpipe.planning.stage_costs import StageCosts, device_memory, training_stages
 from roundpipe.runtime.device.backend import Lane
-from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.device.cpu import CpuBackend, CpuEvent
 from roundpipe.runtime.engine import cost_model, pace
 from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
 
@@ -71,6 +72,31 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[MeasuredVisit]]:
     return found
 
 
+class LateEvent(CpuEvent):
+    """Comes only when it, or a later one of its lane, is waited for."""
+
+    __slots__ = ("come", "number")
+
+    def __init__(self, event: CpuEvent, come: list[int], number: int) -> None:
+        self.seen, self.ready_at, self.come, self.number = event.seen, event.ready_at, come, number
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.come[0] = max(self.come[0], self.number)
+
+    def is_done(self) -> bool:
+        return self.come[0] >= self.number
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is done before it is waited for: copies queue behind others, and a device is behind its worker."""
+    record, come, numbers = CpuBackend.record, {lane: [0] for lane in Lane}, itertools.count(1)
+    monkeypatch.setattr(
+        CpuBackend, "record", lambda backend, lane: LateEvent(record(backend, lane), come[lane], next(numbers))
+    )
+
+
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of all sizes are treated as those of real models."""
@@ -92,9 +118,8 @@ def train(plan: ExecutePlan, saves: bool, grain: Any = "stage") -> None:
 
 
 def missing_values(visits: Sequence[MeasuredVisit]) -> list[float]:
-    """By how many values a round was predicted too low; gradients of weights, which are down at once here, left out."""
-    sizes = [0 if visit.phase == "F" else len(visit.layers) * PARAMETERS for visit in visits]
-    return [round((v.missing_bytes + size) / VALUE, 1) for v, size in zip(visits, [0, *sizes], strict=False)]
+    """By how many values a round was predicted too low."""
+    return [round(visit.missing_bytes / VALUE, 1) for visit in visits]
 
 
 FINE = ExecutePlan([(0, 1), (1, 4), (4, 5)], (5, 8), [(4, 5), (3, 4), (2, 3), (1, 2), (0, 1)])
@@ -139,6 +164,15 @@ def test_the_first_round_takes_what_is_predicted(
     assert missing_values(first) == [0.0] * (plan.num_stages - 1) + [-1.0]
     for visits_later in later:
         assert [visit.measured_bytes for visit in visits_later] == [visit.measured_bytes for visit in first]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("plan", [FINE, COARSE])
+def test_it_takes_no_more_where_copies_are_late(visits: list[list[MeasuredVisit]], plan: ExecutePlan) -> None:
+    train(plan, saves=True)
+    assert [missing_values(each) for each in visits[:1]] == [[0.0] * (plan.num_stages - 1) + [-1.0]]
+    for later in visits[1:]:
+        assert [visit.measured_bytes for visit in later] == [visit.measured_bytes for visit in visits[0]]
 
 
 @pytest.mark.parametrize("most_values", [1000, 2])

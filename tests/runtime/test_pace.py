@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self) -> None:
         self.device, self.in_flight = SlowDevice(), InFlight()
-        self.pace = Pace(self.device, self.in_flight)  # type: ignore[arg-type]
+        self.pace = Pace(self.device, self.in_flight, InFlight())  # type: ignore[arg-type]
         self.most_bytes = 0
 
     def run(self, num_parts: int, num_bytes: int, num_microbatches: int) -> None:
@@ -116,7 +116,7 @@ def test_what_is_held_of_microbatches_before_is_the_same_on_every_device(
     is_slow: bool, up_bytes: int, down_bytes: int, num_microbatches: int, most_held: int
 ) -> None:
     device, in_flight = SlowDevice(is_slow), InFlight()
-    pace = Pace(device, in_flight)  # type: ignore[arg-type]
+    pace = Pace(device, in_flight, InFlight())  # type: ignore[arg-type]
     held = []
     for _ in range(8):
         pace.begin_run(num_microbatches)
@@ -127,6 +127,23 @@ def test_what_is_held_of_microbatches_before_is_the_same_on_every_device(
     assert held == [min(number, most_held) for number in range(8)]
     if is_slow:
         assert device.num_done == 2 * (7 - most_held), "waited for more than what must be gone"
+
+
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 5])
+def test_gradients_of_weights_are_held_while_the_next_visit_gets_its_own(num_runs: int) -> None:
+    """A device that has done all at once holds those of one visit, through two runs of the next one."""
+    leaving = InFlight()
+    device = SlowDevice(is_slow=False)
+    pace = Pace(device, InFlight(), leaving)  # type: ignore[arg-type]
+    for visit in range(4):
+        pace.begin_visit()
+        held = []
+        for _ in range(num_runs):
+            pace.begin_run(num_runs)
+            held.append(len(leaving))
+            pace.end_run()
+        assert held == ([1, 1, 0, 0, 0] if visit else [0] * 5)[:num_runs]
+        leaving.add(device.record(None), "gradients")
 
 
 def test_an_abandoned_run_leaves_nothing() -> None:

@@ -278,6 +278,20 @@ def test_gradients_settle_by_addition():
         assert torch.equal(layer.weight.grad, torch.full((3, 3), 2.0 * repeat))
 
 
+def test_gradients_of_weights_go_down_behind_the_last_values():
+    layer, target = nn.Linear(3, 3), backend()
+    arena = Arena(target)
+    arena.reserve([layer.weight.nbytes + 64])
+    visit, _ = arena.begin([bound(host_of()[0], target, layer)])
+    visit.arrive()
+    visit.ready(with_gradients=True)
+    visit.layers[0].module(torch.ones(2, 3)).sum().backward()
+    target.download(torch.ones(3))
+    values = target.record(Lane.DOWNLOAD)
+    pending, _, _ = visit.release(keep_buffers=False)
+    assert pending.event.seen.items() >= values.seen.items()
+
+
 def test_config_can_be_used_with_tensor_subclasses():
     """A subclass that can't be laid out in bytes is moved as a whole."""
 

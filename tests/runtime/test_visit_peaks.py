@@ -164,13 +164,16 @@ def test_deterministic_runs_learn_nothing(rounds: list[list[int]]) -> None:
     assert rounds == []
 
 
-def test_what_is_on_its_way_counts_from_the_start() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_is_on_its_way_counts_from_the_start(overlaps: bool) -> None:
     """Gradients of the step before are not there in the first one, which is no reason to plan for less."""
     cost = LayerCost(activation_bytes=1000, carry_bytes=0, weight_bytes=100, gradient_bytes=100, workspace_bytes=500)
     plan = ExecutePlan([(0, 1)], (1, 2), [(0, 1)])
     costs = [cost, cost]
     peaks = VisitPeaks(plan, "stage", 1, costs)
-    for position, num_bytes in enumerate((500, 1100, 1200)):
+    before_bytes = 100 if overlaps else 0
+    for position, num_bytes in enumerate((500 + before_bytes, 1100, 1200)):
+        peaks.begin(position, has_rest=overlaps or position > 0)
         peaks.add(position, num_bytes + 200 + 50, surplus_bytes=50)
     assert [visit.missing_bytes for visit in peaks.compared()] == [0, 0, 0]
     assert StageCosts(costs).forward(0, 1).excess_bytes == 0

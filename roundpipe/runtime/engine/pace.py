@@ -47,6 +47,12 @@ class InFlight:
         """Let go of the oldest ones that are no longer held, as far as they are done; waits for nothing."""
         self._release(self.num_runs - self.held_runs)
 
+    def wait_for(self, last_run: int) -> None:
+        """Let go of those of a run and of all before it, each when it is done."""
+        while self._entries and self._entries[0][2] <= last_run:
+            self._entries[0][0].synchronize()
+            self._entries.popleft()
+
     def release_done(self) -> None:
         """Let go of the oldest ones, as far as they are done: the worker has waited for the device."""
         self._release(self.num_runs)
@@ -78,9 +84,13 @@ class InFlight:
 class Pace:
     """Keeps a worker from giving its device too much at once; on the CPU, what is given is done."""
 
-    def __init__(self, backend: Backend, in_flight: InFlight) -> None:
+    def __init__(self, backend: Backend, in_flight: InFlight, leaving: InFlight) -> None:
         self._backend = backend
         self._in_flight = in_flight
+        self._leaving = leaving
+        """Gradients of weights. Their runs are halves of visits: the first two microbatches of one, and its others."""
+        self._num_runs = 0
+        """Of the present visit, those that were begun."""
         self._issued: deque[tuple[Event, int]] = deque()
         """After each of the latest runs, and bytes of what came up and went down for it."""
         self._part_bytes = 0
@@ -90,16 +100,28 @@ class Pace:
         self._copies: deque[tuple[Event, int]] = deque()
         """After what went down behind the latest layers of the present run, and its bytes."""
 
+    def begin_visit(self) -> None:
+        """The next run is the first one of a visit."""
+        self._num_runs = 0
+
     def begin_run(self, num_microbatches: int) -> None:
-        """Wait until the device is not further behind than it should be, and let go of what is done."""
+        """Wait until the device is not further behind than it should be, and let go of what is done.
+
+        Plans count gradients of the visit before beside those of this one, which are there from its second run on.
+        """
         ahead = num_ahead(max((num_bytes for _, num_bytes in self._issued), default=0), num_microbatches)
         while len(self._issued) > ahead:
             self._issued.popleft()[0].synchronize()
-        if self._has_lanes:
-            self._in_flight.held_runs = ahead + 1
         self._copies.clear()
         self._in_flight.num_runs += 1
+        if self._has_lanes:
+            self._in_flight.held_runs, self._leaving.held_runs = ahead + 1, 2
+            # copies are late where others have the link: what piled up behind them would be in no plan
+            self._in_flight.wait_for(self._in_flight.num_runs - max(ahead + 1, 2))
         self._in_flight.release()
+        self._leaving.num_runs += self._num_runs in (0, 2)
+        self._num_runs += 1
+        self._leaving.release()
 
     def keep_downloads(self, copied: Event, sources: Any) -> None:
         """What goes down for the present run lives until its copy is done."""
@@ -148,6 +170,11 @@ class Pace:
         self._copies.clear()
         self._backend.take_uploads()
         self._part_bytes = self._run_bytes = 0
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether what earlier visits left is held."""
+        return self._has_lanes and bool(self._in_flight or self._leaving)
 
     @property
     def _has_lanes(self) -> bool:

@@ -55,6 +55,12 @@ class VisitPeaks:
     is_over: bool = False
     failed: bool = False
     _bytes: dict[int, int] = field(default_factory=dict)
+    _with_rest: set[int] = field(default_factory=set)
+
+    def begin(self, position: int, *, has_rest: bool) -> None:
+        """A visit begins, by its position in the step; ``has_rest``: what the one before has left is still there."""
+        if has_rest:
+            self._with_rest.add(position)
 
     def add(self, position: int, peak_bytes: int | None, surplus_bytes: int = 0) -> None:
         """A visit's peak, by its position in the step; the surplus is room for weights that the plan does not need."""
@@ -72,10 +78,10 @@ class VisitPeaks:
         for position, (phase, layers) in enumerate(_visits(self.plan, self.num_workers)):
             if (peak_bytes := self._bytes.get(position)) is None:
                 continue
-            # the step begins with nothing on its way, as there may be from the step before
+            # plans count with what the step before has left, and this one may have begun without
             before = stages[(position - self.num_workers) % len(stages)]
-            is_first = position < self.num_workers
-            before_bytes = beside_bytes(stages[position], before) if is_first else 0
+            is_without = position < self.num_workers and position not in self._with_rest
+            before_bytes = beside_bytes(stages[position], before) if is_without else 0
             # predictions are of the worker with the largest weights; this one's room may be smaller
             own = [stage.weight_bytes for stage in stages[position % self.num_workers :: self.num_workers]]
             peak_bytes += predicted[position].weights + predicted[position].next_weights - arena_bytes(own, 1)

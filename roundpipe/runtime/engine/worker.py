@@ -78,7 +78,7 @@ class Worker:
         """Values of microbatches."""
         self._leaving = InFlight()
         """Gradients of weights, which no microbatch waits for."""
-        self._pace = Pace(backend, self._in_flight)
+        self._pace = Pace(backend, self._in_flight, self._leaving)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self._pace)
         self._was_idle = True
 
@@ -261,7 +261,8 @@ class Worker:
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
-            self._leaving.release()
+            if opened.stage is None:
+                self._pace.begin_visit()
             self._pace.begin_run(step.spec.schedule.num_microbatches)
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
@@ -300,7 +301,8 @@ class Worker:
 
     def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
-        if step.spec.peaks is not None:
+        if (peaks := step.spec.peaks) is not None:
+            peaks.begin(job.index - step.spec.schedule.first_job, has_rest=self._pace.has_rest)
             self.backend.begin_visit()
         visit.arrive()
         with step.modules_lock:

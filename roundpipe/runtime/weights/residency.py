@@ -10,7 +10,7 @@ A visit goes through these calls:
     `Arena.begin`     uploads the weights               after the last reader of the same memory
     `Visit.arrive`    nothing more than order           COMPUTE after the upload
     `Visit.ready`     binds the replicas' tensors
-    `Visit.release`   downloads gradients, unbinds      GRADIENTS after COMPUTE
+    `Visit.release`   downloads gradients, unbinds      GRADIENTS after COMPUTE and DOWNLOAD
     `Arena.end`       notes the events of the readers
     `Download.settle` adds the gradients to the host parameters' ``.grad``
 """
@@ -174,6 +174,8 @@ class Visit:
         events = [computed]
         sources: list[Any] = []
         backend.wait(Lane.GRADIENTS, computed)
+        # links serve in order of arrival: the last values, which the next stage waits for, go before
+        backend.wait(Lane.GRADIENTS, backend.record(Lane.DOWNLOAD))
         began, moved_bytes = backend.moment(Lane.GRADIENTS), backend.moved_bytes[Lane.GRADIENTS]
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
