@@ -1,9 +1,7 @@
-"""Memory pinned where it lies, against a driver that counts pages, and what happens where pinning is refused."""
+"""Memory pinned where it lies, against a driver that checks each copy, and what happens where pinning is refused."""
 
-import ctypes
 import gc
 import logging
-import mmap
 import resource
 import subprocess
 import sys
@@ -19,42 +17,9 @@ from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.device.host_memory import MIN_REGISTERED_BYTES, Registrar
 from roundpipe.runtime.weights.host_weights import HostWeights
+from roundpipe.wrappers import session
 from tests.runtime.models import batch, mlp, square_loss
-
-PAGE = mmap.PAGESIZE
-WIDTH = 160
-"""A square weight of this width is above `MIN_REGISTERED_BYTES`, and no multiple of a page."""
-
-
-def is_mapped(address, num_bytes):
-    """Whether the process has all of these pages, asked in one call: a listing of its mappings is not read at once."""
-    pages = (ctypes.c_ubyte * (num_bytes // PAGE))()
-    mincore = ctypes.CDLL(None).mincore
-    return mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0
-
-
-class Driver:
-    """Pins whole pages, each once; ``refusal`` is what it says instead."""
-
-    def __init__(self, refusal=None):
-        self.ranges = {}
-        self.refusal = refusal
-        self.gone = []
-
-    def pin(self, address, num_bytes):
-        assert address % PAGE == 0 and num_bytes % PAGE == 0 and num_bytes > 0
-        for other, size in self.ranges.items():
-            assert address + num_bytes <= other or other + size <= address, "a page was pinned twice"
-        if self.refusal is None:
-            self.ranges[address] = num_bytes
-        return self.refusal
-
-    def unpin(self, address):
-        self.gone.append(is_mapped(address, self.ranges.pop(address)))
-
-    def covers(self, tensor):
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(one <= start and stop <= one + size for one, size in self.ranges.items())
+from tests.runtime.pinning import PAGE, WIDTH, Driver, Heap, wide_model
 
 
 @pytest.fixture
@@ -65,10 +30,6 @@ def driver():
 @pytest.fixture
 def unwarned(monkeypatch):
     monkeypatch.setattr(host_memory, "_has_warned", type(host_memory._has_warned)())  # as in a new process
-
-
-def wide_model(layers=3):
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def prepare_all(host, model):
@@ -100,12 +61,10 @@ def test_large_tensors_are_pinned_where_they_are_and_small_ones_packed(driver):
     assert all(driver.covers(layer.weight) and registrar.is_registered(layer.weight) for layer in model)
     assert sum(allocated) == sum(layer.bias.nbytes for layer in model)
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    assert sum(allocated) + sum(driver.ranges.values()) <= weight_bytes + 2 * PAGE * len(model)
+    assert sum(allocated) + sum(driver.ranges.values()) == sum(p.nbytes for p in model.parameters())
 
 
-def test_tensors_that_share_a_page_are_pinned_together(driver):
-    """Views of one file's memory end and begin in the middle of pages."""
+def test_views_of_one_memory_are_pinned_together(driver):
     flat = torch.zeros(6 * WIDTH * WIDTH + 3)
     model = wide_model(6)
     for index, layer in enumerate(model):
@@ -115,13 +74,69 @@ def test_tensors_that_share_a_page_are_pinned_together(driver):
     assert len(driver.ranges) == 1 and all(driver.covers(layer.weight) for layer in model)
 
 
-def test_a_later_tensor_on_a_pinned_page_stays_unpinned(driver):
+def test_memory_is_pinned_with_all_that_is_a_view_of_it(driver):
     flat = torch.zeros(2 * WIDTH * WIDTH + 3)
     first, second = flat[: WIDTH * WIDTH + 3], flat[WIDTH * WIDTH + 3 :]
     registrar = Registrar(driver.pin, driver.unpin)
     registrar.register([first])
+    assert registrar.is_registered(second) and driver.covers(flat)
     registrar.register([second, first])
-    assert registrar.is_registered(first) and not registrar.is_registered(second)
+    assert driver.num_calls == 1
+
+
+def test_storages_of_the_same_memory_are_pinned_together(driver):
+    array = torch.zeros(2 * WIDTH * WIDTH).numpy()
+    halves = [torch.from_numpy(array[:-WIDTH]), torch.from_numpy(array[WIDTH:])]
+    registrar = Registrar(driver.pin, driver.unpin)
+    registrar.register(halves)
+    assert driver.num_calls == 1 and all(map(driver.covers, halves))
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (1, 2), (0, 1, 2, 3, 6), range(1000)])
+def test_nothing_is_pinned_in_part_whatever_lies_on_its_pages(unwarned, refused):
+    """What others have pinned there, such as torch's allocator, and what nobody pins, such as inputs."""
+    driver, heap = Driver(refused), Heap()
+    heap.empty(WIDTH)
+    model = heap.model()
+    others = heap.given[0], heap.given[-1]
+    for other in others:
+        driver.ranges[other.data_ptr()] = other.nbytes
+    host, registrar, _ = registering(driver, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare_all(host, model)
+        prepare_all(host, model)
+    assert len(caught) == bool(refused)
+    assert all(driver.covers(layer.weight) == registrar.is_registered(layer.weight) for layer in model)
+    assert all(driver.covers(layer.weight) for layer in model) or refused
+    for tensor in (*heap.given, *model.parameters()):
+        driver.check_copy(tensor)
+    registrar.close()
+    assert len(driver.ranges) == len(others)
+
+
+@pytest.mark.parametrize("refused", [(), (0, 2)])
+def test_no_copy_of_a_training_is_pinned_in_part(monkeypatch, unwarned, refused):
+    driver, heap, num_pinned = Driver(refused), Heap(), 0
+    upload = CpuBackend.upload
+
+    def checked(backend, source, *args, **options):
+        nonlocal num_pinned
+        driver.check_copy(source)
+        num_pinned += driver.covers(source)
+        return upload(backend, source, *args, **options)
+
+    monkeypatch.setattr(CpuBackend, "upload", checked)
+    monkeypatch.setattr(session, "open_registrar", lambda backends: Registrar(driver.pin, driver.unpin))
+    inputs = heap.empty(8, WIDTH).normal_()
+    model = heap.model()
+    inputs_behind = heap.empty(8, WIDTH).copy_(inputs)
+    with warnings.catch_warnings(), roundpipe.RoundPipe(model, devices=["cpu"], pin_model="register") as piped:
+        warnings.simplefilter("ignore")
+        for given in (inputs, inputs_behind):
+            piped.forward_backward((given,), loss_fn=square_loss)
+        piped.synchronize()
+    assert num_pinned and not driver.ranges
 
 
 @pytest.mark.parametrize(
@@ -194,7 +209,7 @@ def test_replaced_memory_is_pinned_at_the_next_call(driver):
 
 
 def test_a_refusal_warns_once_with_the_limit(unwarned):
-    driver = Driver("out of locked memory")
+    driver = Driver(refused=range(1000))
     model = wide_model()
     host, registrar, _ = registering(driver, model)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -218,6 +233,9 @@ class Cudart:
         self.calls.append(("register", address, num_bytes))
         return self.result
 
+    def cudaGetErrorString(self, result):
+        return {2: "out of memory"}[result]
+
     def cudaHostUnregister(self, address):
         self.calls.append(("unregister", address))
         return 0
@@ -236,6 +254,7 @@ def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypat
     assert buffer.untyped_storage().data_ptr() == address, "what torch asks about, to tell whether memory is pinned"
     assert runtime.calls == [("register", address, 5 * PAGE)]
     assert [one.category for one in caught] == ([RuntimeWarning] if result else [])
+    assert not caught or "cudaHostRegister: error 2, out of memory" in str(caught[0].message)
     del buffer
     gc.collect()
     assert runtime.calls[1:] == ([] if result else [("unregister", address)])

@@ -300,7 +300,7 @@ def _pinned(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> to
 
 
 def _registered(num_bytes: int) -> torch.Tensor:
-    """A byte buffer on pages of its own, since no page can be registered twice; pinned if the system allows."""
+    """A byte buffer on pages of its own, which are taken in parallel; pinned if the system allows."""
     on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = on_huge_pages(torch.frombuffer(new_pages(on_pages), dtype=torch.uint8, count=num_bytes))
     take_pages(buffer)
@@ -314,12 +314,13 @@ def _registered(num_bytes: int) -> torch.Tensor:
 
 def _register(device: torch.device | None, address: int, num_bytes: int) -> str | None:
     """Pin a range of host memory through CUDA; None, or why the driver refused."""
-    result = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
+    runtime = torch.cuda.cudart()
+    result = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
     if int(result) == 0:
         return None
     with contextlib.suppress(RuntimeError, AssertionError):  # the refusal is reported by the next kernel's launch
         torch.ones((), device=device or "cuda")
-    return f"cudaHostRegister: {result}"
+    return f"cudaHostRegister: error {int(result)}, {runtime.cudaGetErrorString(result)}"
 
 
 def _unregister(address: int) -> None:

@@ -3,16 +3,18 @@
 Large blocks ask for huge pages before they are touched: 512 times fewer page faults, and fewer misses of the address
 cache afterwards. It is advice: where the system has no huge pages left, the memory is ordinary.
 
-To pin memory in place is to register whole pages with a driver. A page can be registered once and a copy must lie in
-one registration, so tensors that share a page are pinned together. The memory stays the user's: nothing here keeps it
-alive, and its pages are unpinned before it is freed, whoever frees it.
+To pin memory in place is to register it with a driver. What is copied must lie in one registration as a whole, or in
+none: a copy of which only a part is registered fails, be it of a weight or of what somebody else has beside it. So what
+is registered is a tensor's whole storage, to the byte: two of them share pages, but no byte, and no copy goes beyond
+one. The memory stays the user's: nothing here keeps it alive, and it is unpinned before it is freed, whoever frees it.
 
     pages     0         1         2         3         4         5
-    tensors      [--- a ----][- b -]             [------ c ------]
-    spans     [===========================]   [====================]
+    storages     [---- a ----][--- b ---] [ an input ]  [--- c ----]
+    spans        [===========][=========]               [==========]
 
-Invariant: no page is in two spans. Whatever is refused stays as it was, which only makes its uploads slower;
-the first refusal of a process warns, with the limit of locked memory.
+Invariant: no byte is in two spans, and no storage is in part in one. Storages that overlap, such as those of one array
+of numpy, are pinned together. Whatever is refused stays as it was, which only makes its uploads slower; the first
+refusal of a process warns, with the limit of locked memory.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ MIN_REGISTERED_BYTES = 64 * 1024
 """Tensors below this size are packed into a buffer instead: many registrations and copies would cost more."""
 
 Pin = Callable[[int, int], str | None]
-"""``f(address, num_bytes)``: pins whole pages; None, or why not."""
+"""``f(address, num_bytes)``: pins memory; None, or why not."""
 Unpin = Callable[[int], None]
 """``f(address)``: undoes a `Pin`."""
 
@@ -123,8 +125,8 @@ def warn_unpinned(num_bytes: int, reason: str) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _PageSpan:
-    """Whole pages that are pinned together, and the storages in them."""
+class _PinnedSpan:
+    """Memory that is pinned together, and the storages in it."""
 
     start: int
     stop: int
@@ -141,7 +143,7 @@ class Registrar:
     def __init__(self, pin: Pin, unpin: Unpin) -> None:
         self._pin = pin
         self._unpin = unpin
-        self._spans: list[_PageSpan] = []
+        self._spans: list[_PinnedSpan] = []
         self._lock = threading.RLock()
         self._closed = False
         self.has_lost = False
@@ -158,13 +160,13 @@ class Registrar:
         return extent is not None and any(span.start <= extent[0] and extent[1] <= span.stop for span in self._spans)
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Pin those that suit and are not pinned yet; what shares a page with an earlier span is left out."""
+        """Pin those that suit and are not pinned yet; what overlaps an earlier span is left out."""
         with self._lock:
             self.has_lost = False
             if self._closed:
                 return
             new = (tensor for tensor in tensors if self.suits(tensor) and not self.is_registered(tensor))
-            for span in _page_spans(tensor for tensor in new if not tensor.is_pinned()):
+            for span in _spans_of(tensor for tensor in new if not tensor.is_pinned()):
                 if any(span.start < other.stop and other.start < span.stop for other in self._spans):
                     continue
                 reason = self._pin(span.start, span.num_bytes)
@@ -184,7 +186,7 @@ class Registrar:
             _unpin_all(self._spans, self._unpin, self._lock)
 
 
-def _unpin_span(registrar: weakref.ref[Registrar], span: _PageSpan) -> None:
+def _unpin_span(registrar: weakref.ref[Registrar], span: _PinnedSpan) -> None:
     """Unpin a span of which a storage is about to be freed."""
     owner = registrar()
     if owner is None:
@@ -196,7 +198,7 @@ def _unpin_span(registrar: weakref.ref[Registrar], span: _PageSpan) -> None:
             owner.has_lost = True
 
 
-def _unpin_all(spans: list[_PageSpan], unpin: Unpin, lock: threading.RLock) -> None:
+def _unpin_all(spans: list[_PinnedSpan], unpin: Unpin, lock: threading.RLock) -> None:
     with lock:
         while spans:
             with contextlib.suppress(RuntimeError):  # the driver is gone: so are its pins
@@ -213,14 +215,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _page_spans(tensors: Iterable[torch.Tensor]) -> list[_PageSpan]:
-    """Spans of whole pages around tensors, those that share a page joined."""
-    page = mmap.PAGESIZE
-    spans: list[_PageSpan] = []
-    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
-        start, stop = tensor.data_ptr() // page * page, -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+def _spans_of(tensors: Iterable[torch.Tensor]) -> list[_PinnedSpan]:
+    """The storages of tensors, those that overlap joined."""
+    storages = {id(storage): storage for storage in [tensor.untyped_storage() for tensor in tensors]}
+    spans: list[_PinnedSpan] = []
+    for storage in sorted(storages.values(), key=torch.UntypedStorage.data_ptr):
+        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if not spans or start >= spans[-1].stop:
-            spans.append(_PageSpan(start, stop))
+            spans.append(_PinnedSpan(start, stop))
         spans[-1].stop = max(spans[-1].stop, stop)
-        spans[-1].storages.append(weakref.ref(tensor.untyped_storage()))
+        spans[-1].storages.append(weakref.ref(storage))
     return spans
