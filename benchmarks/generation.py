@@ -1,6 +1,6 @@
 """Tokens per second of ``generate``: through the devices, plain, and of a loop that calls the model again per token.
 
-Greedy, for a Qwen3 of random weights, by medians of runs in turns; all ways must give the same tokens:
+Greedy, for a decoder of random weights, by medians of runs in turns; all ways must give the same tokens:
 
     plain       ``model.generate`` of the model that was wrapped
     generate    ``generate`` of the wrapper, with room for all weights on the device
@@ -37,10 +37,11 @@ TARGET = 20.0
 """How many times the tokens of the loop ``generate`` should make."""
 
 
-def qwen3(options: argparse.Namespace) -> Any:
-    """A model of random weights."""
+def decoder(options: argparse.Namespace, device: str = "cpu") -> Any:
+    """A model of random weights, made on a device: billions of random numbers take the host a minute."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    config = transformers.AutoConfig.for_model(
+        options.model,
         vocab_size=options.vocabulary,
         hidden_size=options.width,
         intermediate_size=3 * options.width,
@@ -50,7 +51,18 @@ def qwen3(options: argparse.Namespace) -> Any:
         head_dim=64,
         max_position_embeddings=4096,
     )
-    return transformers.Qwen3ForCausalLM(config).eval()
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+
+
+def add_sizes(parser: argparse.ArgumentParser, layers: int) -> None:
+    """The options of `decoder`, and of the device it runs on."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", choices=("qwen3", "llama"), default="qwen3")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=8192)
 
 
 def loop(model: nn.Module, tokens: torch.Tensor, num_new: int) -> torch.Tensor:
@@ -146,11 +158,8 @@ def measure(model: Any, batch: int, options: argparse.Namespace) -> dict[str, An
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints and writes; exit code 1 if the target is missed under --strict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024)
+    add_sizes(parser, layers=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="prompts")
-    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="new ones")
     parser.add_argument("--loop-tokens", type=int, default=4, help="new ones that the loops make")
@@ -164,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = {name: value for name, value in vars(options).items() if name not in ("json", "strict")}
     versions = {"transformers": transformers.__version__}
     results: dict[str, Any] = versions | {"sizes": sizes, "target_of_loop": TARGET, "batches": {}}
-    model, missed = qwen3(options), False
+    model, missed = decoder(options), False
     for batch in options.batches:
         results["batches"][batch] = found = measure(model, batch, options)
         ways = found["per_token"]

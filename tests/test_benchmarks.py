@@ -76,11 +76,13 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_generation_before(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="generates with a Qwen3")
     sizes = ["--layers", "2", "--width", "128", "--vocabulary", "64", "--runs", "1"]
-    case = ["--case", "2", "8", "4", "8000000"]
-    code, results = run("generation_before", [str(BENCHMARKS.parent), *sizes, *case], tmp_path)
-    assert code == 0 and len(results["loop_of_commit"]) == 40
-    (found,) = results["cases"]
+    cases = ["--case", "2", "8", "4", "8000000", "--case", "2", "8", "4", "1%"]
+    code, results = run("generation_before", [str(BENCHMARKS.parent), *sizes, *cases], tmp_path)
+    assert code == 1 and len(results["loop_of_commit"]) == 40
+    found, tight = results["cases"]
     assert found["generate"]["of_loop"]["s"] > 0 and found["generate"]["of_plain"]["s"] > 0
+    assert not found["failed"] and {"generate", "loop"} == tight["failed"].keys(), "one that fails ends no other"
+    assert tight["sizes"]["budget_bytes"] == tight["sizes"]["weight_bytes"] // 100 and tight["per_token"]["plain"]
 
 
 @pytest.mark.long
