@@ -67,6 +67,17 @@ def test_what_the_allocator_keeps_for_later_is_no_fragmentation(figures):
         assert backend.take_budget() == 8_640
 
 
+def test_the_peak_is_that_of_the_form_in_which_a_device_keeps_it(figures):
+    """CUDA's figures unsorted and not made flat, if they are there; the generic ones elsewhere."""
+    device, module = torch.device("cuda:0"), torch.get_device_module("cuda")
+    figures["max_memory_allocated"] = 5
+    assert accelerator.peak_allocated_bytes(device) == 5
+    module.memory_stats_as_nested_dict = lambda device: {"allocated_bytes": {"all": {"peak": 7, "current": 3}}}
+    assert accelerator.peak_allocated_bytes(device) == 7
+    module.memory_stats_as_nested_dict = lambda device: {}  # the device is not in use yet
+    assert accelerator.peak_allocated_bytes(device) == 0
+
+
 def test_without_a_limit_what_lives_on_the_device_leaves_the_budget_as_it_was(figures):
     """Weights and the optimizer's side are the worker's own, also where less of it is there than was counted."""
     backend = AcceleratorBackend(Device("cuda:0"), "fake")

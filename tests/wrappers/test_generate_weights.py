@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.weights.on_demand import OnDemandWeights
 from tests.runtime.models import assert_same
 from tests.wrappers.cases_generate import VOCAB, limited, llama, prompt, uploaded_bytes, weight_bytes
@@ -40,6 +41,31 @@ def test_weights_that_stay_cost_nothing_per_token(share, monkeypatch):
     assert counts[0][0] > 7 * 6  # the maps of each layer
     assert counts[-1][1] == counts[2][1]
     assert all(number <= (0 if share is None else 1) for number, _ in counts[4:])
+
+
+def test_what_is_in_use_is_asked_for_once_where_weights_come_and_go(monkeypatch):
+    """An allocator takes as long to tell as some operators take to run."""
+    model, calls = llama(6), dict.fromkeys(("_enter", "_load", "visit_peak_bytes", "begin_visit"), 0)
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(self, *args):
+            calls[name] += 1
+            return function(self, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    with roundpipe.compile(model, devices=[limited(0.7 * weight_bytes(model))]) as piped:
+        tokens = torch.randint(3, VOCAB, (2, 6))
+        with piped.streamed() as on_device:
+            decode(on_device, tokens, 2)
+            for name in calls:
+                count(OnDemandWeights if name.startswith("_") else CpuBackend, name)
+            found = decode(on_device, tokens, 5)
+    assert torch.equal(found, decode(model, tokens, 5))
+    assert calls["_load"] > 20
+    assert max(calls["visit_peak_bytes"], calls["begin_visit"]) <= calls["_enter"] + 1, calls
 
 
 def test_weights_give_way_to_what_the_code_makes_later():

@@ -172,6 +172,8 @@ class OnDemandWeights:
         self._budget_bytes = budget_bytes
         self._least_others = LEAST_OTHERS if is_one_prompt else 1.0
         self._most_others_bytes = 0
+        self._is_noted = True
+        """Whether `_note_others` was called since `_watch_others`; weights may come and go only between the two."""
         self._recent_others_bytes = deque([0], maxlen=PASSES)
         """What was in use beside weights in the last passes."""
         self._current = self._before = -1
@@ -186,7 +188,7 @@ class OnDemandWeights:
                 self._drop(group)
             for position, slot in enumerate(group.weights.slots):
                 self._places.setdefault(id(slot.tensor), (index, position))
-        self._backend.begin_visit()
+        self._watch_others()
 
     def rest(self) -> None:
         """The use is over: keep what the first pass of another has room for."""
@@ -257,8 +259,7 @@ class OnDemandWeights:
     def _has_room(self) -> bool:
         """Whether all weights that are there may stay."""
         self._note_others()
-        if self._budget_bytes is not None:
-            self._backend.begin_visit()
+        self._watch_others()
         return self._held_bytes <= self._allowed_bytes()
 
     def _enter(self, index: int) -> None:
@@ -276,7 +277,6 @@ class OnDemandWeights:
         if group.part is None or self._countdown <= 0:
             self._countdown = len(self._groups)
             self._note_others()
-            self._backend.begin_visit()
         if self._num_entered % len(self._groups) == 0:
             self._recent_others_bytes.append(0)
         ahead = self._ahead()
@@ -285,6 +285,7 @@ class OnDemandWeights:
             if wanted.part is None and (self._make_room(wanted, ahead) or following == index):
                 self._load(wanted)
         self._make_room(None, ahead)
+        self._watch_others()
         if group.uploaded is not None:
             self._backend.wait(Lane.COMPUTE, group.uploaded)
             self._backend.check_ready(group.copies)
@@ -329,19 +330,25 @@ class OnDemandWeights:
         return self._held_bytes <= allowed
 
     def _note_others(self) -> None:
-        """Note the most that was in use beside weights since the last time."""
-        if self._budget_bytes is not None:
+        """Note the most that was in use beside weights since `_watch_others`, before any come or go."""
+        if self._budget_bytes is not None and not self._is_noted:
+            self._is_noted = True
             peak_bytes = self._backend.visit_peak_bytes()
             others_bytes = self._budget_bytes // 2 if peak_bytes is None else peak_bytes - self._held_bytes
             self._most_others_bytes = max(self._most_others_bytes, others_bytes)
             self._recent_others_bytes[-1] = max(self._recent_others_bytes[-1], others_bytes)
+
+    def _watch_others(self) -> None:
+        """No more weights come or go until `_note_others`; once for all, since an accelerator takes long to tell."""
+        if self._is_noted:
+            self._is_noted = False
+            self._backend.begin_visit()
 
     def _load(self, group: _WeightGroup) -> None:
         self._note_others()
         backend, weights = self._backend, group.weights
         group.memory.enter_context(backend.hold(group.num_bytes, "weights"))
         self._held_bytes += group.num_bytes
-        backend.begin_visit()
         with uncounted(), torch.inference_mode(False), torch.no_grad():
             region = torch.empty(weights.num_bytes, dtype=torch.uint8, device=backend.device)
             backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
@@ -367,7 +374,6 @@ class OnDemandWeights:
         group.part, group.copies, group.uploaded = None, [], None
         self._held_bytes -= group.num_bytes
         group.memory.close()
-        self._backend.begin_visit()
         self._calm.clear()
 
 
