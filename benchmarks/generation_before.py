@@ -70,6 +70,8 @@ def serve(options: argparse.Namespace) -> None:
 
     The library is that of the checkout that PYTHONPATH names.
     """
+    if options.checkout.resolve() not in Path(roundpipe.__file__).resolve().parents:
+        raise SystemExit(f"{roundpipe.__file__} is not of the checkout {options.checkout}")
     device = options.device
     model = decoder(options, device)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -110,7 +112,8 @@ class Server:
     def __init__(self, checkout: Path, way: str, budget: str, options: argparse.Namespace) -> None:
         sizes = [f"--{name}={getattr(options, name)}" for name in ("model", "dtype", "layers", "width", "vocabulary")]
         command = [sys.executable, __file__, str(checkout), "--serve", way, "--budget", budget, *sizes]
-        environment = os.environ | {"PYTHONPATH": f"{checkout.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
+        path = [str(checkout.resolve()), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         self._way, self._timeout_s = way, options.timeout
         self._process = subprocess.Popen(
             [*command, "--device", options.device],
