@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from roundpipe.core.errors import ConfigError
 
@@ -22,6 +22,17 @@ _BANDWIDTHS = (
     *("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s"),
     *("optimizer_bytes_per_s", "conversion_bytes_per_s"),
 )
+
+
+class ChainSeconds(NamedTuple):
+    """What the optimizer's side takes of each round, one behind the other."""
+
+    update_s: float
+    """``step_fn``, and what is made ready in second memory behind it."""
+    hand_over_s: float
+    """Until weights are in the model, from when the step is made."""
+    gradients_s: float
+    """Until gradients that have come home are the optimizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +73,14 @@ class HardwareProfile:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a bandwidth must be above 0 (inf: no limit)")
 
-    def with_optimizer(
-        self, num_parameters: int, *, update_s: float, hand_over_s: float, gradients_s: float
-    ) -> HardwareProfile:
+    def with_optimizer(self, num_parameters: int, chain: ChainSeconds) -> HardwareProfile:
         """With an optimizer that takes so many seconds of a step for so many parameters; its bytes are not known."""
         return replace(
             self,
             optimizer_bytes_per_s=1.0,
-            optimizer_bytes_per_parameter=(update_s + hand_over_s + gradients_s) / num_parameters,
-            hand_over_bytes_per_parameter=hand_over_s / num_parameters,
-            gradients_bytes_per_parameter=gradients_s / num_parameters,
+            optimizer_bytes_per_parameter=sum(chain) / num_parameters,
+            hand_over_bytes_per_parameter=chain.hand_over_s / num_parameters,
+            gradients_bytes_per_parameter=chain.gradients_s / num_parameters,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -45,23 +45,7 @@ class Prediction:
         return None if self.device_memory is None else self.device_memory.total
 
 
-def _chain_s(session: Session, optimizer_s: Mapping[str, float], num_rounds: int) -> dict[str, float]:
-    """Per round, what the optimizer's side takes one behind the other.
-
-    Weights that have second memory are converted there as a part of the update.
-    """
-    update_s, hand_over_s, gradients_s = (optimizer_s.get(what, 0.0) for what in ("update", "hand-over", "home"))
-    update_s += optimizer_s.get("averaging", 0.0)
-    if any(pair.banks is not None for pair in session.optimizer.parameter_pairs()):
-        update_s, hand_over_s = update_s + hand_over_s, 0.0
-    hand_over_s += optimizer_s.get("begin", 0.0)
-    seconds = {"update_s": update_s, "hand_over_s": hand_over_s, "gradients_s": gradients_s}
-    return {name: spent_s / num_rounds for name, spent_s in seconds.items()}
-
-
-def predict(
-    latest: LatestStep | None, session: Session, meters: Sequence[MeterReading], optimizer_s: Mapping[str, float]
-) -> Prediction | None:
+def predict(latest: LatestStep | None, session: Session, meters: Sequence[MeterReading]) -> Prediction | None:
     """The simulator's figures for steps like the latest, with links and an optimizer as fast as they were measured."""
     engine = session.engine
     chain = None if latest is None else latest.chain()
@@ -87,8 +71,9 @@ def predict(
     trained = sum(num_trained(cost) for cost in residency.streamed(costs))
     there_bytes_per_s = DEVICE_BYTES_PER_S if engine.has_accelerators else inf  # CPU workers' is the optimizer's thread
     profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down, device_bytes_per_s=there_bytes_per_s)
-    if overlaps and trained and (num_rounds := engine.steps.num_over("train")):
-        profile = profile.with_optimizer(trained, **_chain_s(session, optimizer_s, num_rounds))
+    chain_s = session.optimizer.times.per_round() if session.optimizer.is_async else None
+    if overlaps and trained and chain_s is not None:
+        profile = profile.with_optimizer(trained, chain_s)
     if overlaps:
         simulation = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
         round_s, idle = simulation.seconds_per_step, simulation.mean_idle.total
@@ -99,6 +84,10 @@ def predict(
             span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
         )
         idle = 1.0 - computed_s / (round_s * schedule.num_workers)
+    if chain_s is not None and not (overlaps and trained):  # then it is not simulated
+        busy_s = (1.0 - idle) * round_s
+        round_s = max(round_s, chain_s.update_s) + (0.0 if overlaps else chain_s.hand_over_s)
+        idle = 1.0 - busy_s / round_s
     return Prediction(
         round_s,
         idle,

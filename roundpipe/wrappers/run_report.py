@@ -251,7 +251,7 @@ def make_report(session: Session) -> RunReport:
         workers=workers,
         optimizer_s=spent,
         host_memory=_host_memory(session),
-        predicted=predict(log.latest, session, readings, spent),
+        predicted=predict(log.latest, session, readings),
         stages=() if log.latest is None else log.latest.schedule.stage_titles(),
         start_s=_since(log.start_before, start_s),
         limit=_limit(workers, spent, wall_s),

@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate, simulate_timeline
 
 LAYERS = [LayerCost(forward_s=0.1, backward_s=0.2, weight_bytes=100, gradient_bytes=100, num_parameters=50)] * 8
@@ -23,8 +23,7 @@ def steady(plan: ExecutePlan, profile: HardwareProfile) -> Simulation:
 
 
 def optimizer(update_s: float = 0.0, hand_over_s: float = 0.0, gradients_s: float = 0.0) -> HardwareProfile:
-    seconds = {"update_s": update_s, "hand_over_s": hand_over_s, "gradients_s": gradients_s}
-    return HardwareProfile().with_optimizer(NUM_PARAMETERS, **seconds)
+    return HardwareProfile().with_optimizer(NUM_PARAMETERS, ChainSeconds(update_s, hand_over_s, gradients_s))
 
 
 @pytest.mark.parametrize("plan", [ONE_STAGE, STREAMED], ids=["one stage", "streamed"])

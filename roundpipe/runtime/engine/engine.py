@@ -223,8 +223,11 @@ class Engine(Steps):
         """Per worker, where its time went since it began."""
         return [worker.meter.read() for worker in self._workers]
 
+    @property
+    def num_trained(self) -> int:
+        return self.steps.num_trained
+
     def home_s(self) -> float:
-        """Seconds in which workers have added gradients to the host's, and converted them for the optimizer."""
         return sum(worker.home_s for worker in self._workers)
 
     def measure_next(self) -> None:

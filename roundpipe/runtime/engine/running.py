@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from statistics import median_low
 
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note
@@ -24,12 +24,13 @@ class RunningSteps:
         self._running: list[StepState] = []
         self._unseen: list[StepState] = []
         """Those whose call has returned and that failed since."""
+        self.num_trained = 0
+        """Training steps that have begun, since the model was made."""
         self.num_begun = 0
         self.first_begun_s = 0.0
         """Of those since `reset`, by ``time.perf_counter``; 0: none."""
         self.last_over_s = 0.0
         self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
-        self._num_over: Counter[ScheduleKind] = Counter()
 
     def begin(self, step: StepState) -> None:
         """A step is about to be given to workers."""
@@ -37,6 +38,7 @@ class RunningSteps:
         with self.board.lock:
             step.closings = self._gates.weights.closings, self._gates.gradients.closings
             self.num_begun += 1
+            self.num_trained += step.spec.schedule.kind == "train"
             self.first_begun_s = self.first_begun_s or step.begun_s
             self._running.append(step)  # last: the caller may be interrupted at any line
 
@@ -66,7 +68,6 @@ class RunningSteps:
         seconds = now_s - max(step.begun_s, self.last_over_s)
         if not step.failed:
             self._seconds.append((step.spec.schedule.kind, seconds))
-            self._num_over[step.spec.schedule.kind] += 1
         elif step.is_unattended:
             self._unseen.append(step)
         self.last_over_s = now_s
@@ -107,11 +108,6 @@ class RunningSteps:
         self.num_begun = 0
         self.first_begun_s = 0.0
         self._seconds.clear()
-        self._num_over.clear()
-
-    def num_over(self, kind: ScheduleKind) -> int:
-        """Steps that have ended well since `reset`."""
-        return self._num_over[kind]
 
     def seconds_per_step(self, kind: ScheduleKind) -> float | None:
         """Median seconds from the end of the step before, or from the call if that was later; None: there was none."""

@@ -20,7 +20,6 @@ two, also where the caller waits for it: no Ctrl-C, which is raised in the calle
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,20 +33,21 @@ from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.optimizer.unasked import UnaskedSteps
-from roundpipe.runtime.optimizer.update import NOT_MADE, StepHandle, Update, UpdateRunner
+from roundpipe.runtime.optimizer.update import StepHandle, Update, UpdateRunner
+from roundpipe.runtime.optimizer.update_steps import UpdateSteps
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
+from roundpipe.runtime.optimizer.update_times import UpdateTimes
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
-from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
+from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twins
 
 
-class OptimizerSide(UnaskedSteps):
+class OptimizerSide(UpdateSteps):
     """Copies of a model's trainable parameters, and the updates of them; used from the training thread.
 
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
@@ -80,6 +80,7 @@ class OptimizerSide(UnaskedSteps):
         self._ranks = ranks
         self._scalers = ScalerScope(None if ranks is None else ranks.agree)
         self.log = HostLog(OPTIMIZER)
+        self.times = UpdateTimes(self.log, self._steps)
         self._hand_over = HandOver(self._gates, self.log, twins)
         self._runner = UpdateRunner(name, self.log, self._scalers, ranks)
         self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
@@ -127,7 +128,7 @@ class OptimizerSide(UnaskedSteps):
         previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
         self._runner.check_step(step_fn, is_async, kwargs or {})
-        self.log.asked()
+        self.times.asked()
         self._ready("step()", finish_steps=not is_async)
         self._runner.options.begin()
         self.is_async, self._loop, self._stepping = is_async, "steps", []
@@ -162,78 +163,6 @@ class OptimizerSide(UnaskedSteps):
             raise
         self._runner.warn_if_due()
         return StepHandle(update, self._gates.board, self._runner, self._finish_there)
-
-    def _update_now(
-        self,
-        update: Update,
-        pairs: Sequence[ParameterPair],
-        step_fn: Callable[[], object],
-        ranks: Exchange | None,
-    ) -> None:
-        """An update in the calling thread."""
-        self._exchange(pairs, ranks=ranks)
-        try:
-            update.claim.acquire()
-            update.result = self._call(step_fn, update.number)
-        finally:
-            self._weights_changed = True
-            if self._shard is None:
-                self._updates.run(pairs, self._write_now)
-            else:
-                self._exchange(pairs, shows_gradients=True)
-            self._scalers.publish()
-        update.is_done = True
-
-    def _update_behind(
-        self,
-        pairs: Sequence[ParameterPair],
-        steps: Sequence[ParameterUse],
-        step_fn: Callable[[], object],
-        number: int,
-        ranks: Exchange | None,
-    ) -> Any:
-        """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
-        self._exchange_now(pairs, steps, ranks=ranks, swaps=True)
-        result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
-        if result is not NOT_MADE:
-            self._hand_over.stage(pairs)
-        return result
-
-    def _call(self, step_fn: Callable[[], object], number: int) -> Any:
-        self._weights_changed = True
-        return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))
-
-    def _exchange(
-        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
-    ) -> None:
-        """Latest weights into the model, gradients out of it, or into it again to be shown."""
-        ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.log)
-        # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks)
-
-    def _exchange_now(
-        self,
-        pairs: Sequence[ParameterPair],
-        steps: Sequence[ParameterUse] = (),
-        only_behind: bool = False,
-        shows_gradients: bool = False,
-        ranks: Exchange | None = None,
-        swaps: bool = False,
-    ) -> None:
-        """The same in the optimizer's thread, once the steps are done with the parameters."""
-        changed = self._weights_changed
-        with contextlib.nullcontext() if ranks is None else ranks, self._on_device():
-            self._take_copies(pairs)
-            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
-        self._weights_changed = False
-        if shows_gradients:
-            self._show(pairs)
-
-    def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
-        with self._on_device():
-            self._hand_over.write_weights(pairs)
-            self._settle_home(pairs)
-        self._weights_changed = False
 
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.

@@ -10,7 +10,6 @@ or if something else is not known to stand the move: `suits`.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,26 +21,26 @@ from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import has_views, unwatch, watch
 from roundpipe.runtime.optimizer.as_on_host import as_on_host
 from roundpipe.runtime.optimizer.device_side import DeviceSteps
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.optimizer.update_times import UpdateTimes
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
 
 LEAST_UPDATES = 2
-"""Updates on the host whose time is measured, behind the first ones, before anything is decided."""
+"""Updates before it is watched whether anybody looks, and while it is, before anything is decided."""
 
 
 class UnaskedSteps(DeviceSteps):
     """What an `OptimizerSide` does so that nobody notices where its copies are."""
 
-    log: HostLog
+    times: UpdateTimes
 
     def __init__(self, twins: Twins | None) -> None:
         super().__init__(twins)
         self._over = ""
         """Why copies stay on the host from now on."""
-        self._noted: tuple[int, float, float] | None = None
-        """Updates so far, their seconds, and the time, when measuring began."""
+        self._noted: int | None = None
+        """Updates when it began to be watched whether anybody looks."""
 
     @property
     def is_unasked(self) -> bool:
@@ -52,15 +51,10 @@ class UnaskedSteps(DeviceSteps):
         """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
         if self._over or self.num_steps < LEAST_UPDATES or not self._runner.options.optimizers or self.has_twins:
             return None
-        seconds = self.log.seconds["update"] + self.log.seconds["hand-over"]
         if self._noted is None:
-            self._noted = self.num_steps, seconds, time.perf_counter()
+            self._noted = self.num_steps
             self._watch()  # whether there is code that looks
-        num_steps, before_s, began_s = self._noted
-        number = self.num_steps - num_steps
-        if number < LEAST_UPDATES:
-            return None
-        return (seconds - before_s) / number, (time.perf_counter() - began_s) / number
+        return self.times.on_host_s() if self.num_steps >= self._noted + LEAST_UPDATES else None
 
     def end_measuring(self) -> None:
         """It was decided that nothing leaves the host; for other calls it may be measured again."""

@@ -124,6 +124,15 @@ class Steps:
     def raise_pending(self) -> None:
         """Raise what one that is over raised that nobody has seen yet."""
 
+    @property
+    def num_trained(self) -> int:
+        """Training steps that have begun so far."""
+        return 0
+
+    def home_s(self) -> float:
+        """Seconds in which gradients were added to the host's, and converted for the optimizer, so far."""
+        return 0.0
+
     def wait_idle(self) -> None:
         """Wait until none is running."""
 

@@ -1,0 +1,106 @@
+"""How an update is made: an exchange between the model and the optimizer, ``step_fn``, and maybe another exchange.
+
+Asynchronous ones are made in the optimizer's thread, others in the caller's, whose exchanges that thread makes, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.optimizer.unasked import UnaskedSteps
+from roundpipe.runtime.optimizer.update import NOT_MADE, Update
+from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
+from roundpipe.runtime.weights.gate import ParameterUse
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.shard import Shard
+
+
+class UpdateSteps(UnaskedSteps):
+    """What an `OptimizerSide` does to make one."""
+
+    log: HostLog
+    _hand_over: HandOver
+    _shard: Shard | None
+
+    def _update_now(
+        self,
+        update: Update,
+        pairs: Sequence[ParameterPair],
+        step_fn: Callable[[], object],
+        ranks: Exchange | None,
+    ) -> None:
+        """An update in the calling thread."""
+        self.times.begin()
+        self._exchange(pairs, ranks=ranks)
+        self.times.exchanged()
+        try:
+            update.claim.acquire()
+            update.result = self._call(step_fn, update.number)
+        finally:
+            self._weights_changed = True
+            if self._shard is None:
+                self._updates.run(pairs, self._write_now)
+            else:
+                self._exchange(pairs, shows_gradients=True)
+            self._scalers.publish()
+        self.times.end(pairs)
+        update.is_done = True
+
+    def _update_behind(
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse],
+        step_fn: Callable[[], object],
+        number: int,
+        ranks: Exchange | None,
+    ) -> Any:
+        """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
+        self.times.begin()
+        self._exchange_now(pairs, steps, ranks=ranks, swaps=True)
+        self.times.exchanged()
+        result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
+        if result is not NOT_MADE:
+            self._hand_over.stage(pairs)
+            self.times.end(pairs)
+        return result
+
+    def _call(self, step_fn: Callable[[], object], number: int) -> Any:
+        self._weights_changed = True
+        return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))
+
+    def _exchange(
+        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
+    ) -> None:
+        """Latest weights into the model, gradients out of it, or into it again to be shown."""
+        ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.log)
+        # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
+        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks)
+
+    def _exchange_now(
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse] = (),
+        only_behind: bool = False,
+        shows_gradients: bool = False,
+        ranks: Exchange | None = None,
+        swaps: bool = False,
+    ) -> None:
+        """The same in the optimizer's thread, once the steps are done with the parameters."""
+        changed = self._weights_changed
+        with contextlib.nullcontext() if ranks is None else ranks, self._on_device():
+            self._take_copies(pairs)
+            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
+        self._weights_changed = False
+        if shows_gradients:
+            self._show(pairs)
+
+    def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
+        with self._on_device():
+            self._hand_over.write_weights(pairs)
+            self._settle_home(pairs)
+        self._weights_changed = False
