@@ -25,6 +25,10 @@ _ATTENTION_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 1,
 }
 """Kernels whose workspace is known, in gradients of the query in float32: as many are summed up beside the results."""
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By number of dimensions, the order in which tensor cores read and write."""
 _EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
 _MOST_UNSORTED = 3072
 """Indices up to which the backward of an embedding sums up in place."""
@@ -35,8 +39,8 @@ _ROWS_PER_SUM = 10
 class Allocations(TorchDispatchMode):
     """Bytes that operators have allocated while it was entered and that are in use; storages of ``known`` don't count.
 
-    Memory that a kernel takes and gives back by itself is not seen, but for the backward of attention and, on
-    accelerators, of embeddings, where it can be the most that a layer takes.
+    Memory that a kernel takes and gives back by itself is not seen, but for that of the backward of attention and, on
+    accelerators, of the backward of embeddings and of convolutions, where it can be the most that a layer takes.
 
     Args:
         rounding: what sizes are a multiple of.
@@ -60,10 +64,10 @@ class Allocations(TorchDispatchMode):
                 weakref.finalize(tensor.untyped_storage(), self._known.discard, key).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        workspace_bytes = _workspace_bytes(func, args)
-        self.grow(workspace_bytes)
         result = func(*args, **(kwargs or {}))
         self.count(result, args, kwargs)
+        workspace_bytes = _workspace_bytes(func, args, result)
+        self.grow(workspace_bytes)
         self.shrink(workspace_bytes)
         return result
 
@@ -93,9 +97,13 @@ class Allocations(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
-def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
+def _workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if func is _EMBEDDING_BACKWARD:
         return _embedding_bytes(*args[:3])
+    if func is _CONVOLUTION:
+        return _convolution_bytes((args[0], result), args[8])
+    if func is _CONVOLUTION_BACKWARD:
+        return _convolution_bytes(args[:2], args[9])
     if (number := _ATTENTION_WORKSPACES.get(func)) is None:
         return 0
     _, query, key, *_ = args
@@ -111,6 +119,21 @@ def _embedding_bytes(gradient: torch.Tensor, indices: torch.Tensor, num_weights:
     parts = number // _ROWS_PER_SUM + min(number, num_weights)
     part_bytes = gradient.shape[-1] * max(gradient.itemsize, torch.float32.itemsize)
     return int(parts * part_bytes + 2 * indices.nbytes)
+
+
+def _convolution_bytes(tensors: Iterable[torch.Tensor], groups: int) -> int:
+    """Of copies with the channels last, of what a convolution in 16 bits reads and makes with the channels first."""
+    if groups > 1:
+        return 0
+    copied = [
+        tensor
+        for tensor in tensors
+        if tensor.device.type != "cpu"
+        and tensor.itemsize == 2
+        and (order := _CHANNELS_LAST.get(tensor.dim())) is not None
+        and not tensor.is_contiguous(memory_format=order)
+    ]
+    return sum(tensor.nbytes for tensor in copied)
 
 
 def _key(tensor: torch.Tensor) -> int:

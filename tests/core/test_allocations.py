@@ -68,3 +68,28 @@ def test_the_backward_of_an_embedding_sums_up_parts_in_float32(device: str, numb
         result = torch.ops.aten.embedding_dense_backward(gradient, indices, 1000, -1, False)
     workspace_bytes = parts * WIDTH * 4 + 2 * indices.nbytes if parts else 0
     assert memory.peak_bytes == result.nbytes + workspace_bytes
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "is_copied"),
+    [(torch.bfloat16, 1, True), (torch.float16, 1, True), (torch.float32, 1, False), (torch.bfloat16, WIDTH, False)],
+)
+def test_a_convolution_in_16_bits_copies_what_has_the_channels_first(
+    dtype: torch.dtype, groups: int, is_copied: bool, order: torch.memory_format
+) -> None:
+    given = torch.empty(BATCH, WIDTH, LENGTH, LENGTH, dtype=dtype, device="meta").to(memory_format=order)
+    weight = torch.empty(WIDTH, WIDTH // groups, 3, 3, dtype=dtype, device="meta")
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0], groups
+
+    def copied(*tensors: torch.Tensor) -> int:
+        changed = (each for each in tensors if not each.is_contiguous(memory_format=torch.channels_last))
+        return sum(each.nbytes for each in changed) if is_copied else 0
+
+    with Allocations() as memory:
+        result = torch.ops.aten.convolution(given, weight, None, *options)
+    assert memory.peak_bytes == result.nbytes + copied(given, result)
+    gradient = torch.empty_like(given)  # of what has the same size
+    with Allocations() as memory:
+        gradients = torch.ops.aten.convolution_backward(gradient, given, weight, None, *options, [True, True, False])
+    assert memory.peak_bytes == sum(each.nbytes for each in gradients[:2]) + copied(gradient, given)

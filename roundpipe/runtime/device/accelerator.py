@@ -107,6 +107,7 @@ class AcceleratorBackend(Backend):
         idle = _idle_streams.setdefault(self.device, [])
         self._entry, self._num_sharing = entry, num_sharing
         self._others_bytes = torch.accelerator.memory_allocated(self.device)
+        self._is_warm = False
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
         self._fragmentation_bytes = 0
@@ -166,6 +167,14 @@ class AcceleratorBackend(Backend):
             for backend in _on_device[self.device]:
                 backend._peak_bytes = max(backend._peak_bytes, peak)
             torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def warm_up(self) -> None:
+        """Matrix products have workspaces, one for each thread and stream: the worker's, and autograd's own."""
+        if not self._is_warm:
+            self._is_warm = True
+            with torch.enable_grad(), contextlib.suppress(RuntimeError):  # such as of an order that is not fixed
+                matrix = torch.ones(16, 16, device=self.device, requires_grad=True)
+                (matrix @ matrix).sum().backward()
 
     def note_others(self, own_bytes: int) -> None:
         if self._num_sharing == 1:

@@ -174,6 +174,9 @@ class Backend(ABC):
     def peak_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once since the last reset."""
 
+    def warm_up(self) -> None:  # noqa: B027 - most libraries keep nothing
+        """Let libraries take the memory that they keep for the calling thread, so that no visit is found to take it."""
+
     def note_others(self, own_bytes: int) -> None:  # noqa: B027 - most count only what is the worker's
         """Take all that is in use but for the worker's own bytes as others', while the worker has nothing to do."""
 

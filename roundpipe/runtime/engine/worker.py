@@ -164,6 +164,7 @@ class Worker:
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
             if self._was_idle and not self._in_flight and not self._leaving:
+                self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes)
             self._make_room(step.spec)
             for position, task in enumerate(tasks):
