@@ -157,6 +157,8 @@ class OnDemandWeights:
         self._held_bytes = self._num_uses = 0
         self._following: dict[tuple[int, int], int] = {}
         """By a group and the one before it, the one that came behind them the last time."""
+        self._ahead = deque[int]()
+        """The groups to be read next, as they were the last time; at first, as they are in the model."""
         self._tables: list[WeightTable] = []
         self._calm: list[int] = []
         """The groups read since one came or went."""
@@ -177,6 +179,7 @@ class OnDemandWeights:
         self._recent_others_bytes = deque([0], maxlen=PASSES)
         """What was in use beside weights in the last passes."""
         self._current = self._before = -1
+        self._ahead.clear()
         self._first: int | None = -1
         """The group that was read first, or -1; None once the first pass is over."""
         self._num_entered = 0
@@ -279,30 +282,28 @@ class OnDemandWeights:
             self._note_others()
         if self._num_entered % len(self._groups) == 0:
             self._recent_others_bytes.append(0)
-        ahead = self._ahead()
-        for following in dict.fromkeys([index, *ahead[:LOOKAHEAD]]):
-            wanted = self._groups[following]
-            if wanted.part is None and (self._make_room(wanted, ahead) or following == index):
-                self._load(wanted)
-        self._make_room(None, ahead)
+        self._look_ahead()
+        for following in dict.fromkeys([index, *itertools.islice(self._ahead, LOOKAHEAD)]):
+            if self._groups[following].part is None and (self._make_room(following) or following == index):
+                self._load(self._groups[following])
+        self._make_room()
         self._watch_others()
         if group.uploaded is not None:
             self._backend.wait(Lane.COMPUTE, group.uploaded)
             self._backend.check_ready(group.copies)
             group.uploaded, group.copies = None, []
 
-    def _ahead(self) -> list[int]:
-        """The groups to be read next, as they were the last time; at first, as they are in the model."""
-        if all(group.part is not None for group in self._groups) and not self._held_bytes > self._allowed_bytes():
-            return []
-        before, current, ahead = self._before, self._current, list[int]()
-        for _ in self._groups:
-            following = self._following.get((before, current), current + 1)
-            if following == len(self._groups):
+    def _look_ahead(self) -> None:
+        """Have `_ahead` begin with what comes behind the present group."""
+        ahead = self._ahead
+        if not ahead or ahead.popleft() != self._current:
+            ahead.clear()
+        before, current = [self._before, self._current, *ahead][-2:]
+        while len(ahead) < len(self._groups):
+            before, current = current, self._following.get((before, current), current + 1)
+            if current == len(self._groups):
                 break
-            ahead.append(following)
-            before, current = current, following
-        return ahead
+            ahead.append(current)
 
     def _allowed_bytes(self) -> float:
         """Of weights."""
@@ -313,20 +314,21 @@ class OnDemandWeights:
         others_bytes = max(*self._recent_others_bytes, self._least_others * self._most_others_bytes)
         return LATER_SHARE * self._budget_bytes - OTHERS_GROWTH * others_bytes
 
-    def _make_room(self, wanted: _WeightGroup | None, ahead: list[int]) -> bool:
+    def _make_room(self, wanted: int | None = None) -> bool:
         """Have those give way that are needed later than a wanted one, or that are too many; whether there is room."""
-        allowed = self._allowed_bytes() - (wanted.num_bytes if wanted else 0)
+        allowed = self._allowed_bytes() - (0 if wanted is None else self._groups[wanted].num_bytes)
         if self._held_bytes <= allowed:
             return True
-        turns = {index: turn for turn, index in reversed([*enumerate([self._current, *ahead])])}
         last = len(self._groups)
-        needed = min((turns.get(i, last) for i, group in enumerate(self._groups) if group is wanted), default=LOOKAHEAD)
-        for index in sorted(range(last), key=lambda index: -turns.get(index, last)):
-            group = self._groups[index]
-            if self._held_bytes <= allowed or turns.get(index, last) <= needed:
+        turns = dict.fromkeys(range(last), last)
+        turns |= {index: turn for turn, index in reversed([*enumerate([self._current, *self._ahead])])}
+        needed = LOOKAHEAD if wanted is None else turns[wanted]
+        held = [index for index, group in enumerate(self._groups) if group.part is not None]
+        for index in sorted(held, key=turns.__getitem__, reverse=True):
+            if self._held_bytes <= allowed or turns[index] <= needed:
                 break
-            if group.part is not None and not group.written():
-                self._drop(group)
+            if not self._groups[index].written():
+                self._drop(self._groups[index])
         return self._held_bytes <= allowed
 
     def _note_others(self) -> None:
