@@ -1,6 +1,5 @@
-"""`model.report()`: counts against what was done, shares that add up, predictions; and ranges in profilers' traces."""
+"""`model.report()`: counts against what was done, shares that add up, predictions."""
 
-import json
 import threading
 import time
 from dataclasses import replace
@@ -12,11 +11,12 @@ from torch import nn
 import roundpipe
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.reports.timeline import WAIT_CAUSES
-from roundpipe.runtime.device import backend as backend_module
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.profiling import start_log
 from roundpipe.runtime.profiling.meter import Meter
+from roundpipe.runtime.weights.residency import Visit
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
 pytestmark = pytest.mark.timeout(60)
@@ -206,6 +206,22 @@ def test_waiting_for_the_stage_before_is_seen():
     assert sum(one.idle["no_work"] for one in report.workers) > 0.25  # one microbatch: one worker at a time
 
 
+def test_what_python_takes_is_no_wait_for_a_stage(clock, monkeypatch):
+    ready, begin_read = Visit.ready, StepState.begin_read
+
+    def slowly(function, *args):
+        time.sleep(0.05)
+        return function(*args)
+
+    monkeypatch.setattr(Visit, "ready", lambda *args: slowly(ready, *args))
+    monkeypatch.setattr(StepState, "begin_read", lambda *args: slowly(begin_read, *args))
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
+        train(piped, 2)
+        (worker,) = piped.report().workers
+    assert worker.idle["overhead"] > 0.9
+    assert worker.idle["no_work"] == pytest.approx(0, abs=0.01)
+
+
 def test_time_between_calls_is_the_callers(clock):
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         train(piped, 1)
@@ -349,47 +365,6 @@ def test_a_model_that_runs_by_parts_has_a_report_too():
     assert (report.num_calls, report.num_samples) == (1, 7)
     assert report.num_rounds == 4  # forward and backward of the part, per microbatch
     assert report.uploaded_bytes > 0 and report.predicted is None
-
-
-# ------------------------------------------------------------------------------- profilers' ranges
-
-
-def names_in_trace(piped, tmp_path, everywhere=True):
-    settings = config(2, plan=PLAN, preserve_rng_state=False)
-    experimental = torch.profiler._ExperimentalConfig(profile_all_threads=True) if everywhere else None
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=experimental
-    ) as profiler:
-        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
-        piped.synchronize()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    return [event["name"] for event in events if str(event.get("name", "")).startswith("roundpipe")]
-
-
-def test_every_layer_call_is_a_range_in_a_profilers_trace(tmp_path):
-    with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped:
-        names = names_in_trace(piped, tmp_path)
-    expected = [f"roundpipe layer {layer} ({layer}) m{m} forward" for layer in range(6) for m in range(2)]
-    expected += [f"roundpipe layer {layer} ({layer}) m{m} recomputation" for layer in range(4) for m in range(2)]
-    stages = ((4, 5), (2, 3), (0, 1))
-    expected += [f"roundpipe layers {a} to {b} ({a} .. {b}) m{m} backward" for a, b in stages for m in range(2)]
-    assert sorted(names) == sorted(expected)
-
-
-def test_without_a_profiler_there_are_no_ranges(monkeypatch):
-    made = []
-    monkeypatch.setattr(CpuBackend, "annotate", lambda self, name: made.append(name))
-    assert backend_module.is_profiled() is False
-    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
-        train(piped, 1)
-    assert not made
-
-
-def test_torch_says_whether_a_profiler_is_on():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert backend_module.is_profiled() is True
-    assert backend_module.is_profiled() is False
 
 
 def test_lanes_of_a_report_are_those_of_the_backends():

@@ -55,7 +55,11 @@ class MicrobatchRunner:
 
     def _wait_before(self, step: StepState, job: Job, microbatch: int) -> None:
         """Until another worker has given a microbatch of the stage before to its device."""
-        step.wait_done(step.spec.schedule.before(job, microbatch), microbatch, self._name)
+        self._wait_done(step, step.spec.schedule.before(job, microbatch), microbatch)
+
+    def _wait_done(self, step: StepState, job_index: int | None, microbatch: int) -> None:
+        self._meter.until("overhead")
+        step.wait_done(job_index, microbatch, self._name)
         self._meter.until("no_work")
 
     def _run_forward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
@@ -132,8 +136,7 @@ class MicrobatchRunner:
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         flow = step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
-            step.wait_done(step.spec.schedule.sharer(flow.last_source, microbatch), microbatch, self._name)
-            self._meter.until("no_work")
+            self._wait_done(step, step.spec.schedule.sharer(flow.last_source, microbatch), microbatch)
         has_waited = False
         for number, segment in enumerate(filter(stage.has_backward, flow.segments)):
             if number:

@@ -233,6 +233,7 @@ class _Timed:
             self._began = meter.backend.moment(lane)
             self._moved_bytes = meter.backend.moved_bytes[lane]
             if lane is Lane.UPLOAD:
+                meter.until("overhead")  # until then the thread had not asked
                 meter.until("no_work", self._began)
 
     def __exit__(self, *exception: object) -> None:
