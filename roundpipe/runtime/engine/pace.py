@@ -10,6 +10,7 @@ a visit always takes the same memory, which is what plans count with.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -63,9 +64,10 @@ class InFlight:
 
     def wait(self) -> None:
         """Let go of all, each when it is done."""
-        while self._entries:
-            self._entries[0][0].synchronize()
-            self._entries.popleft()
+        with contextlib.suppress(IndexError):  # another thread has let go of all at once
+            while self._entries:
+                self._entries[0][0].synchronize()
+                self._entries.popleft()
 
     def take(self) -> InFlight:
         """All of them, for another thread to wait for; none is left here."""
@@ -89,6 +91,8 @@ class Pace:
         self._in_flight = in_flight
         self._leaving = leaving
         """Gradients of weights. Their runs are halves of visits: the first two microbatches of one, and its others."""
+        self._left: list[InFlight] = []
+        """What another thread lets go of, as the worker had no next step."""
         self._num_runs = 0
         """Of the present visit, those that were begun."""
         self._issued: deque[tuple[Event, int]] = deque()
@@ -162,6 +166,23 @@ class Pace:
             while len(self._copies) > 1:
                 self._copies.popleft()[0].synchronize()
             self._in_flight.release_done()
+
+    def leave(self) -> list[InFlight]:
+        """What the steps so far have left on the device, for another thread to wait for."""
+        self._left = [rest for rest in self._left if rest]
+        taken = [rest.take() for rest in (self._in_flight, self._leaving) if rest]
+        self._left += taken
+        return taken
+
+    @property
+    def has_left(self) -> bool:
+        """Whether steps have left anything on the device that is still there."""
+        return any((self._in_flight, self._leaving, *self._left))
+
+    def let_go(self) -> None:
+        """Let go of all that steps have left; the device must be done."""
+        for rest in (self._in_flight, self._leaving, *self._left):
+            rest.clear()
 
     def abandon(self) -> None:
         """Forget what was given to the device, which is done with it, and let go of it."""

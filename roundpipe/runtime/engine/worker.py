@@ -113,6 +113,11 @@ class Worker:
         self._replicas.pop(id(layer), None)
         self.arena.forget(layer)
 
+    def let_go(self) -> None:
+        """Let go of what steps have left on the device, once it is done; while no step is running only."""
+        self.backend.synchronize()
+        self._pace.let_go()
+
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
         self.meter.recorder = self._gradients_log.recorder = recorder
@@ -153,19 +158,18 @@ class Worker:
             self._current = None
         del step
         self._was_idle = not self._upcoming
-        for rest in (self._in_flight, self._leaving):
-            if self._was_idle and rest:
-                with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
-                    self._gradients_thread.submit(rest.take().wait)
+        for rest in self._pace.leave() if self._was_idle else ():
+            with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
+                self._gradients_thread.submit(rest.wait)
 
     def _execute_all(self, step: StepState) -> None:
         tasks = step.spec.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            if self._was_idle and not self._in_flight and not self._leaving:
+            if self._was_idle and not (self._pace.has_left or self._is_settling):
                 self.backend.warm_up()
-                self.backend.note_others(self.arena.num_bytes)
+                self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
             self._make_room(step.spec)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:

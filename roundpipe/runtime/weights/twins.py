@@ -95,6 +95,12 @@ class Twins:
     def weights_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.numel()
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the model's gradients that are there now, which come and go with rounds and updates."""
+        gradients = (twin.weights.grad for twin in self._twins.values())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
     @torch.inference_mode(False)
     def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int) -> None:
         """Make room for twins of these; they get their values when a visit asks for them.
