@@ -56,4 +56,16 @@ class RoundPipeArguments:
         except (TypeError, json.JSONDecodeError) as error:
             given = shown(self.run_config)
             raise ConfigError(f"run_config={given}: {error}; give fields of RoundPipeRunConfig") from None
+        is_refused = {
+            "split_input": config.split_input is not None,
+            "split_label": config.split_label is not None,
+            "merge_output=False": config.merge_output is False,
+            "loss_reduction='mean'": config.loss_reduction == "mean",
+            "loss_scope='batch'": config.loss_scope == "batch",
+        }
+        if names := ", ".join(name for name, is_given in is_refused.items() if is_given):
+            raise ConfigError(
+                f"run_config has {names}; leave it out: a trainer's batches are cut, and their losses and outputs put "
+                "together, so that its numbers are those without a rotation"
+            )
         self.config: RoundPipeRunConfig = config

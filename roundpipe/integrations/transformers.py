@@ -36,6 +36,7 @@ from roundpipe.integrations.arguments import RoundPipeArguments
 from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
+from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -291,10 +292,11 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; of a loss alone, logits stay on the device."""
+        batch = Batch(args, kwargs, {}, num_samples((args, kwargs)))
         with self.accelerator.autocast():
             if not any(kwargs.get(name) is not None for name in self.label_names):
-                return self._in_float32(self.pipe(*args, **kwargs))
-            batch = Batch(args, kwargs, {}, num_samples((args, kwargs)))
+                whole = {} if batch.num_samples else {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}
+                return self._in_float32(self.pipe(*args, **kwargs, **whole))
             microbatches = self._cut(batch, kwargs.get("num_items_in_batch"), self._num_asked, 1.0, is_own=True)
             call = self._call(microbatches, is_own=True)
             if needs_only_loss:

@@ -25,6 +25,9 @@ def test_options_are_read_from_a_command_line() -> None:
         ({"optim_dtype": "int8"}, "optim_dtype='int8'; give the name of a floating-point dtype"),
         ({"run_config": {"microbatches": 3}}, "has no option 'microbatches'; did you mean 'num_microbatch'"),
         ({"run_config": "{"}, "give fields of RoundPipeRunConfig"),
+        ({"run_config": {"loss_reduction": "mean"}}, "run_config has loss_reduction='mean'; leave it out"),
+        ({"run_config": '{"loss_scope": "batch"}'}, "run_config has loss_scope='batch'; leave it out"),
+        ({"run_config": {"split_input": (None, None), "merge_output": False}}, "has split_input, merge_output=False;"),
     ):
         with pytest.raises(roundpipe.ConfigError, match=message):
             RoundPipeArguments(**wrong)
@@ -104,3 +107,31 @@ def test_what_a_loss_is_is_measured(kind: str) -> None:
 def test_batches_whose_first_dimension_is_not_known_are_not_cut() -> None:
     batch = Batch((torch.zeros(4, 2), torch.zeros(2, 4)), {}, {}, num_samples((torch.zeros(4, 2), torch.zeros(2, 4))))
     assert LossKind(["labels"]).cut(batch, 2, lambda batches: []) == [(batch, 1.0)]
+
+
+class ImageWords(torch.nn.Module):
+    """Has the patches of all images of a batch in one tensor, in the places of words, as vision-language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 6)
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor, patches: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = self.embed(words).masked_scatter((words == 1)[..., None], patches)
+        return {"logits": self.head(seen).sum(1)}
+
+
+def test_predictions_of_batches_that_can_not_be_cut(tmp_path: Path) -> None:
+    """Without labels they ran in microbatches, each with all patches, of which it took the first."""
+    torch.manual_seed(3)
+    words = torch.randint(2, 8, (4, 5))
+    words[:, 2] = words[0, 3] = 1
+    batch, model = {"words": words, "patches": torch.randn(5, 6)}, ImageWords()
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], per_device_eval_batch_size=4, remove_unused_columns=False
+    )
+    options = {"model": model, "args": arguments, "data_collator": lambda rows: batch}
+    expected = transformers.Trainer(**options).predict(range(4)).predictions
+    found = RoundPipeTrainer(**options, roundpipe=RoundPipeArguments(devices=["cpu", "cpu"])).predict(range(4))
+    torch.testing.assert_close(torch.tensor(found.predictions), torch.tensor(expected))
