@@ -1,10 +1,12 @@
 """Carried values on a device: those that live there at a visit's peak.
 
 A run, one microbatch through one stage, brings values up and leaves values or gradients to go down. They live until the
-run is done and for one run more, as the device is behind its worker. So at a visit's peak there are those of the run
-itself and those of the run before it, which may be of the worker's visit before.
+run is done and for as many runs more as the device may be behind its worker: some where values are small, one where
+they are large (`num_ahead`). So at a visit's peak there are those of the run itself and those of the runs before it,
+which may be of the worker's visit before.
 
-Where values are so small that the device has more runs to do (`runtime/engine/pace.py`), they take a few MB more.
+A device that falls behind by one run alone would wait for its worker at each stage: values come up by the link that
+brings the next stage's weights, and if they are not there by then, they wait for these.
 """
 
 from __future__ import annotations
@@ -17,6 +19,18 @@ from roundpipe.core.layers import LayerCost
 
 LARGE_BYTES = 64 * 1024**2
 """Of values of one run that several layers bring up or leave: with more, the worker waits between them."""
+SMALL_BYTES = 4 * 1024**2
+"""Of values of one run: with no more, plans count one run ahead, whose few MB are lost in what they leave."""
+RUNS_AHEAD = 3
+"""Runs given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
+AHEAD_BYTES = 128 * 1024**2
+"""Of values of these runs: fewer are ahead where they have more, but one."""
+
+
+def num_ahead(run_bytes: int) -> int:
+    """Runs given to an accelerator before the first of them is done, from the bytes of one that come and go."""
+    return max(min(AHEAD_BYTES // max(run_bytes, 1), RUNS_AHEAD), 1)
+
 
 RecomputeGrain = Literal["stage", "layer"]
 
@@ -27,9 +41,9 @@ class Carried(NamedTuple):
     present: int
     """Of the run at its peak, beside what is counted with its layers."""
     held: int
-    """Of the visit's run before it, at that peak."""
+    """Of the visit's runs before it, at that peak."""
     left: int
-    """Of its last run, which the worker's next visit finds."""
+    """Of its last runs, which the worker's next visit finds."""
 
 
 class CarriedValues:
@@ -101,4 +115,6 @@ class CarriedValues:
         """Of runs that have so much on the device when they end."""
         if self._is_alone:  # the device is done with it; what goes down may still do so in the next visit
             return Carried(up_bytes, 0, down_bytes)
-        return Carried(up_bytes, up_bytes + down_bytes, up_bytes + down_bytes)
+        run_bytes = up_bytes + down_bytes
+        held_bytes = run_bytes if run_bytes <= SMALL_BYTES else num_ahead(run_bytes) * run_bytes
+        return Carried(up_bytes, held_bytes, held_bytes)

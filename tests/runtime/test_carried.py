@@ -100,14 +100,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of all sizes are treated as those of real models."""
-    monkeypatch.setattr(pace, "SMALL_BYTES", 0)
+    monkeypatch.setattr(carried, "SMALL_BYTES", 0)
+    monkeypatch.setattr(carried, "AHEAD_BYTES", 0)
 
 
-def train(plan: ExecutePlan, saves: bool, grain: Any = "stage", num_microbatches: int = NUM_MICROBATCHES) -> None:
+def train(plan: ExecutePlan, saves: bool, grain: Any = "stage") -> None:
     model = nn.Sequential(*[Part(saves) for _ in range(8)])
-    batch = torch.randn(num_microbatches * ROWS, WIDTH)
+    batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH)
     run = RoundPipeRunConfig(
-        num_microbatch=num_microbatches, recompute_grain=grain, execute_plan=plan, tiles="off", residency="off"
+        num_microbatch=NUM_MICROBATCHES, recompute_grain=grain, execute_plan=plan, tiles="off", residency="off"
     )
     with roundpipe.compile(model, example_args=(batch[:ROWS],), devices=[Device("cpu", 10**9)]) as pipe:
         assert len(pipe._runner.source.latest) == 8  # a plan needs the number
@@ -166,6 +167,40 @@ def test_the_first_round_takes_what_is_predicted(
         assert [visit.measured_bytes for visit in visits_later] == [visit.measured_bytes for visit in first]
 
 
+@pytest.mark.parametrize("plan", [FINE, COARSE])
+@pytest.mark.parametrize(("values_ahead", "after_fused"), [(1000, -2.0), (7, -1.0)])
+def test_it_takes_what_is_predicted_with_more_runs_ahead(
+    visits: list[list[MeasuredVisit]],
+    monkeypatch: pytest.MonkeyPatch,
+    plan: ExecutePlan,
+    values_ahead: int,
+    after_fused: float,
+) -> None:
+    """Three, or fewer where these have more values."""
+    monkeypatch.setattr(carried, "AHEAD_BYTES", values_ahead * VALUE)
+    train(plan, saves=True)
+    first, *later = visits
+    # behind the fused stage its gradients of weights are there in the first two runs, most values in the last one
+    expected = [0.0] * plan.num_stages
+    expected[len(plan.forward) + 1], expected[-1] = after_fused, -1.0
+    assert missing_values(first) == expected
+    for visits_later in later:
+        assert [visit.measured_bytes for visit in visits_later] == [visit.measured_bytes for visit in first]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("values_ahead", [1000, 7])
+def test_it_takes_no_more_with_more_runs_ahead_where_copies_are_late(
+    visits: list[list[MeasuredVisit]], monkeypatch: pytest.MonkeyPatch, values_ahead: int
+) -> None:
+    monkeypatch.setattr(carried, "AHEAD_BYTES", values_ahead * VALUE)
+    train(FINE, saves=True)
+    for found in map(missing_values, visits[:1]):
+        behind_fused = found.pop(len(FINE.forward) + 1)  # as above; which of the two, is the gradients' thread's to say
+        assert found == [0.0] * (FINE.num_stages - 2) + [-1.0]
+        assert -2.0 <= behind_fused <= 0.0
+
+
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("plan", [FINE, COARSE])
 def test_it_takes_no_more_where_copies_are_late(visits: list[list[MeasuredVisit]], plan: ExecutePlan) -> None:
@@ -173,20 +208,6 @@ def test_it_takes_no_more_where_copies_are_late(visits: list[list[MeasuredVisit]
     assert [missing_values(each) for each in visits[:1]] == [[0.0] * (plan.num_stages - 1) + [-1.0]]
     for later in visits[1:]:
         assert [visit.measured_bytes for visit in later] == [visit.measured_bytes for visit in visits[0]]
-
-
-def test_what_the_visit_before_left_is_gone_when_gradients_of_several_layers_are_there(
-    visits: list[list[MeasuredVisit]],
-) -> None:
-    train(ExecutePlan([(0, 5)], (5, 8), [(3, 5), (0, 3)]), saves=True)
-    assert missing_values(visits[0]) == [0.0] * 4
-
-
-@pytest.mark.parametrize("plan", [FINE, COARSE])
-def test_the_only_microbatch_takes_what_is_predicted(visits: list[list[MeasuredVisit]], plan: ExecutePlan) -> None:
-    """Gradients of layers come one after the other; those of the layer with the peak count as if they were there."""
-    train(plan, saves=True, num_microbatches=1)
-    assert all(-3.5 <= number <= 0 for number in missing_values(visits[0]))
 
 
 @pytest.mark.parametrize("most_values", [1000, 2])

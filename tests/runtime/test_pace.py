@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.planning.carried import LARGE_BYTES
-from roundpipe.runtime.engine.pace import RUNS_AHEAD, SMALL_BYTES, InFlight, Pace
+from roundpipe.planning.carried import AHEAD_BYTES, LARGE_BYTES, RUNS_AHEAD, SMALL_BYTES
+from roundpipe.runtime.engine.pace import InFlight, Pace
 
 
 class SlowDevice:
@@ -106,9 +106,12 @@ def test_nothing_waits_between_parts_with_small_values() -> None:
 @pytest.mark.parametrize(
     ("up_bytes", "down_bytes", "num_microbatches", "most_held"),
     [
-        (SMALL_BYTES - 10, 10, 4, RUNS_AHEAD),
-        (SMALL_BYTES, 10, 4, 1),
-        (10, SMALL_BYTES, 2, 1),
+        (AHEAD_BYTES // RUNS_AHEAD - 10, 10, 4, RUNS_AHEAD),
+        (AHEAD_BYTES // RUNS_AHEAD, 10, 4, RUNS_AHEAD - 1),
+        (AHEAD_BYTES // 2, 10, 4, 1),
+        (10, AHEAD_BYTES // 2, 2, 1),
+        (SMALL_BYTES - 10, 10, 1, RUNS_AHEAD),
+        (SMALL_BYTES, 10, 1, 0),
         (LARGE_BYTES, LARGE_BYTES, 1, 0),
     ],
 )

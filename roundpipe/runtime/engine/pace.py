@@ -1,8 +1,8 @@
 """How far an accelerator may be behind its worker, and what lives until it has caught up.
 
 Work is given to a device long before it runs, and what copies still read or have brought must live until they are done.
-The further behind the device is, the more memory that takes, so a worker waits for it: after a few microbatches where
-values are small; where they are large, after one, and between the parts of one run.
+The further behind the device is, the more memory that takes, so a worker waits for it: after a few microbatches, after
+one where values are large (`roundpipe.planning.carried.num_ahead`), and between the parts of one run.
 
 Invariant: a microbatch's values live for as many microbatches as the device may be behind, however fast it is, so that
 a visit always takes the same memory, which is what plans count with.
@@ -16,19 +16,15 @@ from typing import Any
 
 from roundpipe.core import trees
 from roundpipe.core.storages import bytes_of
+from roundpipe.planning import carried
 from roundpipe.planning.carried import LARGE_BYTES
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-
-RUNS_AHEAD = 3
-"""Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
-SMALL_BYTES = 4 * 1024**2
-"""Of values that a microbatch brings up and leaves to go down: with more, one is ahead of the one that runs, which is
-what plans count with."""
 
 
 def num_ahead(run_bytes: int, num_microbatches: int) -> int:
     """Microbatches given to an accelerator before the first of them is done, from the bytes of one that come and go."""
-    return RUNS_AHEAD if run_bytes <= SMALL_BYTES else min(1, num_microbatches - 1)
+    is_alone = num_microbatches == 1 and run_bytes > carried.SMALL_BYTES
+    return 0 if is_alone else carried.num_ahead(run_bytes)
 
 
 class InFlight:
