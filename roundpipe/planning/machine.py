@@ -59,6 +59,8 @@ class HardwareProfile:
     """Of both, if less than the optimizer has."""
     device_bytes_per_s: float = inf
     """What a device's own memory gives to updates of what lives there; inf: they are left out."""
+    visit_s: float = 0.0
+    """What a worker takes to begin a visit of a stage, beside what layers take and what it waits for."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
     inputs_ahead: int = 1

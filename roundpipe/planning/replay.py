@@ -282,12 +282,13 @@ class StepReplay:
             written_bytes = carry_in
         kept_bytes = self._on_host[position].kept_bytes
         up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_ops[job.worker]
+        begin_s = [self._profile.visit_s]
         blocks = [*waits.gates, *([] if waits.before is None else [waits.before.released])]
 
         def add(
             seconds: float, values: Node, producer: Node | None, is_last: bool, activity: Activity = "compute"
         ) -> Op:
-            op = Op(job.worker, seconds)
+            op = Op(job.worker, seconds + (begin_s.pop() if begin_s else 0.0))
             if self.record:
                 self.activities.append(ReplayedActivity(op, activity, job, microbatch, None))
             waited = () if producer is waits.losses else (values,)

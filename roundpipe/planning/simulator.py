@@ -1,6 +1,7 @@
 """What a plan will take: schedules against compute, links, host memory and the optimizer.
 
-Left out: the cost of starting anything, the allocator, and values that skip stages beyond what ``carry_bytes`` counts.
+Left out: the cost of starting anything but a stage's visit, the allocator, and values that skip stages beyond what
+``carry_bytes`` counts.
 
 Invariant: with links that take no time and no optimizer, a step takes what `stage_costs.step_seconds` says.
 """

@@ -12,7 +12,7 @@ from roundpipe.planning.residency import DEVICE_BYTES_PER_S
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
 from roundpipe.planning.stage_costs import StageCosts, num_trained
 from roundpipe.reports.memory import DeviceMemory
-from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
+from roundpipe.runtime.profiling.meter import MeterReading, link_speeds, visit_seconds
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Session
 
@@ -70,7 +70,13 @@ def predict(latest: LatestStep | None, session: Session, meters: Sequence[MeterR
     up, down = link_speeds(meters)
     trained = sum(num_trained(cost) for cost in residency.streamed(costs))
     there_bytes_per_s = DEVICE_BYTES_PER_S if engine.has_accelerators else inf  # CPU workers' is the optimizer's thread
-    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down, device_bytes_per_s=there_bytes_per_s)
+    profile = replace(
+        profile,
+        upload_bytes_per_s=up,
+        download_bytes_per_s=down,
+        device_bytes_per_s=there_bytes_per_s,
+        visit_s=visit_seconds(meters),
+    )
     chain_s = session.optimizer.times.per_round() if session.optimizer.is_async else None
     if overlaps and trained and chain_s is not None:
         profile = profile.with_optimizer(trained, chain_s)

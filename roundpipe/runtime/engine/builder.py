@@ -40,7 +40,7 @@ from roundpipe.runtime.engine.spec import (
 )
 from roundpipe.runtime.engine.step import HostValue, HostValues
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
-from roundpipe.runtime.profiling.meter import link_speeds
+from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
@@ -76,6 +76,8 @@ class StepBuilder:
             lambda: link_speeds(engine.read_meters()),
             accelerators=engine.has_accelerators,
             measure=measure,
+            chain=lambda: optimizer.times.all_on_host() if optimizer.is_async else None,
+            visit_s=lambda: visit_seconds(engine.read_meters()),
         )
         self.plans.full.allow(self._may_live_there, optimizer)
         self.last_plan: ExecutePlan | None = None

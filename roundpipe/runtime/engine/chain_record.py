@@ -33,6 +33,10 @@ class KeptPlan:
     """Whether a step has run by it to its end."""
     num_corrections: int = 0
     """How many there were when it was last compared with the budget."""
+    updates_s: float = 0.0
+    """What the optimizer's side was known to take of a round when that was last a reason to look at it."""
+    num_looks: int = 0
+    """How often it was."""
 
 
 SHRINK = 0.85

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
+from typing import TypedDict
 
 import torch
 
@@ -17,10 +18,10 @@ from roundpipe.core import trees
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.core.tiling import UNTILED, Tiles
-from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.residency import STREAMED, Residency
+from roundpipe.planning.machine import ChainSeconds, HardwareProfile
+from roundpipe.planning.residency import DEVICE_BYTES_PER_S, STREAMED, Residency
 from roundpipe.planning.simulator import simulate
-from roundpipe.planning.stage_costs import StageCosts
+from roundpipe.planning.stage_costs import StageCosts, num_trained
 from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
@@ -49,6 +50,13 @@ MemoryMeasure = Callable[[Call, Tiles], "list[LayerCost] | None"]
 unknown."""
 
 
+class MeasuredTimes(TypedDict, total=False):
+    """What else a run knows of itself; see `CostModel`."""
+
+    chain: Callable[[], ChainSeconds | None]
+    visit_s: Callable[[], float]
+
+
 class CostModel:
     """Costs of the chains of one model, and records of them.
 
@@ -57,6 +65,8 @@ class CostModel:
         accelerators: whether some devices are not CPU workers. Then estimated seconds, which are an accelerator's, can
             be compared with what its link takes.
         measure: computes memory; None: that of the chain's costs is what is known.
+        chain: what the optimizer's side takes of a round with all copies on the host; None: that is not known.
+        visit_s: measured seconds that beginning a visit of a stage takes.
     """
 
     def __init__(
@@ -65,8 +75,13 @@ class CostModel:
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
         accelerators: bool = False,
         measure: MemoryMeasure | None = None,
+        *,
+        chain: Callable[[], ChainSeconds | None] = lambda: None,
+        visit_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.num_workers = num_workers
+        self._chain = chain
+        self._visit_s = visit_s
         self._link_speeds = link_speeds
         self._accelerators = accelerators
         self._measure = measure
@@ -214,14 +229,15 @@ class CostModel:
         links: tuple[float, float],
         choose_residency: Callable[[Schedule, StageCosts], Residency] = lambda schedule, costs: STREAMED,
     ) -> Prediction | None:
-        """The simulator's seconds per step of a plan; None if transfers take no time, or the simulator too much."""
-        number, workers, grain = call.num_microbatches, self.num_workers, call.config.recompute_grain
-        up, down = links
-        is_large = 2 * len(costs) * number > MOST_SIMULATED or workers * number > MOST_SIMULATED_WORKERS
-        if min(up, down) == inf or is_large:
-            return None
-        profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
+        """The simulator's seconds per step of a plan, with updates if it is known what they take (`chain_of`).
 
+        None if transfers take no time, or the simulator too much.
+        """
+        number, workers, grain = call.num_microbatches, self.num_workers, call.config.recompute_grain
+        is_large = 2 * len(costs) * number > MOST_SIMULATED or workers * number > MOST_SIMULATED_WORKERS
+        if min(links) == inf or is_large:
+            return None
+        profile = self._profile(call, costs, links)
         stage_costs = StageCosts(costs, grain, is_alone=number == 1)
 
         @functools.cache
@@ -232,6 +248,25 @@ class CostModel:
             return result.seconds_per_step + self.tasks_s(plan.num_stages, number)
 
         return seconds
+
+    def chain_of(self, call: Call) -> ChainSeconds | None:
+        """What `prediction` counts with of the optimizer's side for a call; None: nothing."""
+        is_measured = self.is_measured(call.chain, call.tiles)
+        return self._chain() if is_measured and not call.is_evaluation else None
+
+    def _profile(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> HardwareProfile:
+        up, down = links
+        profile = HardwareProfile.of_devices(
+            self._accelerators,
+            upload_bytes_per_s=up,
+            download_bytes_per_s=down,
+            visit_s=self._visit_s() if self.is_measured(call.chain, call.tiles) else 0.0,
+        )
+        chain, num_parameters = self.chain_of(call), sum(map(num_trained, costs))
+        if chain is None or not num_parameters:
+            return profile
+        there_bytes_per_s = DEVICE_BYTES_PER_S if self._accelerators else inf
+        return replace(profile, device_bytes_per_s=there_bytes_per_s).with_optimizer(num_parameters, chain)
 
     def tasks_s(self, num_stages: int, num_microbatches: int) -> float:
         """Seconds per step that workers need beside what layers take."""

@@ -8,6 +8,7 @@ on an accelerator, once it is known what updates take on the host, if it is fast
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -155,9 +156,9 @@ class FullPlans:
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return _FullPlan(found)
         best: tuple[float, PlanBeside] | None = None
-        before_s, weighs = streamed_s(), is_unasked and not self._optimizer.has_twins
-        for found in self._candidates(call, plans, there):
-            limit_s, seconds = self._compared(call, found, before_s)
+        before_s, weighs = functools.cache(streamed_s), is_unasked and not self._optimizer.has_twins
+        for found in self._candidates(call, plans, there):  # which waits for the update that runs, whose times count
+            limit_s, seconds = self._compared(call, found, before_s())
             if weighs:
                 logger.info(
                     "with %s on the device a step is predicted to take %.3g s instead of %.3g s",
@@ -199,6 +200,8 @@ class FullPlans:
         assert self._optimizer is not None
         costs, layers = call.chain.costs, found.residency.trained
         update_s, step_s = self._optimizer.on_host_s() or (0.0, 0.0)
+        if found.has_updates:  # and so has what streams
+            return max(streamed_s, step_s) if _is_all(call, found) else streamed_s, found.seconds
         of_all, there = (sum(costs[i].gradient_bytes for i in each) for each in (range(len(costs)), layers))
         rest_s, found_s = update_s * (1 - there / max(of_all, 1)), found.seconds
         if self._optimizer.is_async:

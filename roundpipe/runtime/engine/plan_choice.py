@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Unpack
 
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
@@ -25,7 +25,7 @@ from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_sec
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
 from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, times_the_example
-from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
+from roundpipe.runtime.engine.cost_model import CostModel, MeasuredTimes, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import OptionChooser
 from roundpipe.runtime.engine.spec import Call
@@ -39,6 +39,9 @@ SHORTEST_STEP_S = 0.02
 """Steps shorter than this keep their plan: what is measured of them is mostly noise."""
 FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
+UPDATES_CHANGE, MOST_LOOKS = 0.25, 2
+"""Share by which what updates take must have changed for another look at the plan, and how often that is a reason: when
+it is first known, and once more."""
 BUDGET_CHANGE = 0.03
 """Share by which what there is of devices must have changed before it is planned for anew."""
 REPLICAS_GAIN = 0.05
@@ -50,7 +53,7 @@ class PlanChooser:
 
     Args:
         budgets_bytes: per worker, what may be used of its device; None: no limit.
-        link_speeds, accelerators, measure: see `CostModel`; memory is computed where there is a budget.
+        link_speeds, accelerators, measure, chain, visit_s: see `CostModel`; memory is computed where there is a budget.
     """
 
     def __init__(
@@ -60,10 +63,11 @@ class PlanChooser:
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
         accelerators: bool = False,
         measure: MemoryMeasure | None = None,
+        **measured: Unpack[MeasuredTimes],
     ) -> None:
         self._num_workers = num_workers
         self._budget_bytes = _least(budgets_bytes)
-        self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None)
+        self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None, **measured)
         self.options = OptionChooser(self.costs, self._budget_bytes)
         self.full = FullPlans(self.costs, accelerators)
         self._may_replan = False
@@ -111,7 +115,7 @@ class PlanChooser:
         elif self._may_replan:
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
-            if num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
+            if self._has_other_updates(call, kept) or num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
                 plan, kept.looked_at = self._replanned(call, kept), num_steps
                 kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
         if kept.num_corrections != record.num_corrections:
@@ -119,6 +123,17 @@ class PlanChooser:
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def _has_other_updates(self, call: Call, kept: KeptPlan) -> bool:
+        """Whether updates turn out to take a lot more or less than a plan was chosen by; told a few times."""
+        call.tiles = kept.tiles
+        updates_s = sum(self.costs.chain_of(call) or ())
+        longer_s = max(updates_s, kept.updates_s)
+        is_other = longer_s >= SHORTEST_STEP_S and abs(updates_s - kept.updates_s) > UPDATES_CHANGE * longer_s
+        if not is_other or kept.num_looks == MOST_LOOKS:
+            return False
+        kept.updates_s, kept.num_looks = updates_s, kept.num_looks + 1
+        return True
 
     def retries_of(self, call: Call, counter: RetryCounter) -> StepRetries | None:
         """Where to note how often allocators are at their limit in a training step; None: its plan stays anyway."""

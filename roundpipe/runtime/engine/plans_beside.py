@@ -80,7 +80,8 @@ class PlanBeside:
     residency: Residency
     room: Room
     seconds: float
-    """Per step, updates left out."""
+    """Per step, those of updates among them if ``has_updates``."""
+    has_updates: bool
 
 
 class PlansBeside:
@@ -199,7 +200,8 @@ class PlansBeside:
         number = call.num_microbatches
         seconds = predict(plan) if predict else plan_seconds(plan, there, num_workers=1, num_microbatches=number)
         room = self._room(plan, residency, left_bytes)
-        return PlanBeside(plan, residency, room, seconds)
+        has_updates = predict is not None and self._model.chain_of(call) is not None
+        return PlanBeside(plan, residency, room, seconds, has_updates)
 
     def _room(self, plan: ExecutePlan, trained: Residency, left_bytes: int) -> Room:
         """What stays beside a plan in all, and what is left."""

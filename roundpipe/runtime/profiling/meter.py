@@ -66,6 +66,8 @@ class _Measured(NamedTuple):
     ended: Moment
     num_bytes: int = 0
     gap: Gap | None = None
+    counted: list[float] | None = None
+    """Where its overhead is counted; None: the first of a step."""
 
 
 class Meter:
@@ -81,11 +83,15 @@ class Meter:
         self._is_asked = False
         self._at: tuple[Job, int | None] | None = None
         """What the worker is at: a job, and a microbatch unless all are meant."""
+        self._visited: Job | None = None
+        """Whose computation was the latest in this step."""
         self._before: Moment | None = None
         self._marks: list[tuple[str, Moment]] = []
         self._unread: deque[_Measured] = deque()
         self._lock = threading.Lock()
         self._idle_s: dict[str, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        self._visits, self._runs = [0.0, 0.0], [0.0, 0.0]
+        """Of the first computation of visits, and of the others: how many, and their overhead."""
         self._lane_s = [0.0] * len(Lane)
         self._lane_bytes = [0] * len(Lane)
 
@@ -93,6 +99,7 @@ class Meter:
         """A step begins; ``was_idle``: the worker had none before."""
         is_due = self._num_steps < 2 or self._num_steps % self._each == 0 or self._is_asked
         self._is_asked = False
+        self._visited = None
         was_on, self._is_on = self._is_on, self.recorder is not None or is_due
         self._num_steps += 1
         if not was_on:
@@ -153,7 +160,10 @@ class Meter:
         ended = self.backend.moment()
         marks, self._marks = self._marks, []
         gap = None if self._before is None else Gap(self.device, self._before, marks, began)
-        self._unread.append(_Measured(Lane.COMPUTE, began, ended, gap=gap))
+        job, before = None if self._at is None else self._at[0], self._visited
+        self._visited = job
+        counted = None if before is None or job is None else self._runs if job is before else self._visits
+        self._unread.append(_Measured(Lane.COMPUTE, began, ended, gap=gap, counted=counted))
         name = "{} recompute" if part == "recompute" else "{}"
         self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1])
         if self.recorder is not None and gap is not None:
@@ -168,8 +178,12 @@ class Meter:
                 work = self._unread.popleft()
                 self._lane_s[work.lane] += work.ended.seconds_since(work.began)
                 self._lane_bytes[work.lane] += work.num_bytes
+                before_s = self._idle_s["overhead"]
                 for cause, start_s, end_s in () if work.gap is None else work.gap.waits():
                     self._idle_s[cause] += end_s - start_s
+                if work.counted is not None and work.gap is not None:
+                    work.counted[0] += 1
+                    work.counted[1] += self._idle_s["overhead"] - before_s
 
     def read(self) -> MeterReading:
         """What is known so far; from any thread, waits for nothing."""
@@ -177,7 +191,8 @@ class Meter:
         with self._lock:
             moved = tuple(self.backend.moved_bytes)
             link = tuple(zip(self._lane_bytes, self._lane_s, strict=True))
-            return MeterReading(self._lane_s[Lane.COMPUTE], dict(self._idle_s), moved, link)
+            visits, runs = (int(self._visits[0]), self._visits[1]), (int(self._runs[0]), self._runs[1])
+            return MeterReading(self._lane_s[Lane.COMPUTE], dict(self._idle_s), moved, link, visits, runs)
 
 
 class MeterReading(NamedTuple):
@@ -190,6 +205,10 @@ class MeterReading(NamedTuple):
     """By lane; of all steps."""
     link: tuple[tuple[int, float], ...]
     """By lane, bytes and seconds of the copies that were measured."""
+    visits: tuple[int, float] = (0, 0.0)
+    """Visits of stages that another one of the same step came before, and seconds of overhead before they computed."""
+    runs: tuple[int, float] = (0, 0.0)
+    """The same of the computations within visits, behind their first ones."""
 
     def since(self, earlier: MeterReading) -> MeterReading:
         return MeterReading(
@@ -215,6 +234,16 @@ def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
         return max(bytes_per_s(whole), bytes_per_s(values)) if bytes_per_s(whole) else inf
 
     return faster(Lane.WEIGHTS, Lane.UPLOAD), faster(Lane.GRADIENTS, Lane.DOWNLOAD)
+
+
+def visit_seconds(readings: Sequence[MeterReading]) -> float:
+    """What beginning a visit takes a worker beyond what any computation does; 0 before any was measured."""
+
+    def mean_s(name: str) -> float:
+        number, seconds = (sum(getattr(reading, name)[position] for reading in readings) for position in (0, 1))
+        return seconds / number if number else 0.0
+
+    return max(mean_s("visits") - mean_s("runs"), 0.0)
 
 
 class _Timed:
