@@ -290,6 +290,10 @@ class Schedule:
     def microbatches(self, job: Job) -> range:
         return range(job.replica, self.num_microbatches, job.num_replicas)
 
+    def visit_sizes(self, worker: int, layer_sizes: Sequence[int]) -> list[int]:
+        """What a worker's jobs add up to, in their order, from what layers have."""
+        return [sum(layer_sizes[index] for index in job.layers) for job in self.jobs if job.worker == worker]
+
     def sharer(self, job_index: int, microbatch: int) -> int:
         """Of the jobs that share a job's stage, the one that runs a microbatch."""
         job = self.job(job_index)

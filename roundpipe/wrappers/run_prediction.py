@@ -90,11 +90,10 @@ def predict(latest: LatestStep | None, session: Session, meters: Sequence[MeterR
             span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
         )
         idle = 1.0 - computed_s / (round_s * schedule.num_workers)
-    busy_s, num_stages = (1.0 - idle) * round_s, schedule.plan.num_stages
-    round_s += plans.costs.tasks_s(num_stages, schedule.num_microbatches)  # as plans are compared
     if chain_s is not None and not (overlaps and trained):  # then it is not simulated
+        busy_s = (1.0 - idle) * round_s
         round_s = max(round_s, chain_s.update_s) + (0.0 if overlaps else chain_s.hand_over_s)
-    idle = 1.0 - busy_s / round_s if round_s else idle
+        idle = 1.0 - busy_s / round_s
     return Prediction(
         round_s,
         idle,

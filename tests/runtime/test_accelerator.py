@@ -123,10 +123,19 @@ def copies_and_kernels(trace):
     return copies, kernels
 
 
+class Repeated(nn.Linear):
+    """Multiplies by its weight several times: kernels that take longer than the worker needs to give them."""
+
+    def forward(self, value):
+        for _ in range(8):
+            value = super().forward(value)
+        return value
+
+
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="the sanitizer serialises what it checks")
 def test_uploads_overlap_the_computation(tmp_path):
     width = 4096
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).requires_grad_(False)
+    model = nn.Sequential(*(Repeated(width, width, bias=False) for _ in range(8))).requires_grad_(False)
     given = torch.randn(2048, width)  # 8 MiB a microbatch, beside weights of 64 MiB
     singles = [(i, i + 1) for i in range(8)]
     plan = roundpipe.ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])

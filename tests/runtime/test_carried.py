@@ -59,7 +59,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[MeasuredVisit]]:
     monkeypatch.setattr(CpuBackend, "upload", counted)
     monkeypatch.setattr(CpuBackend, "take_uploads", lambda backend: taken.pop(id(backend), []))
     monkeypatch.setattr(CpuBackend, "hold", other)
-    monkeypatch.setattr(pace.Pace, "_has_lanes", True)  # private, since a CPU worker has none
+    monkeypatch.setattr(pace.Pace, "has_lanes", True)
     monkeypatch.setattr(cost_model, "MEASURED_PEAKS", 1000)
     found: list[list[MeasuredVisit]] = []
     correct = VisitPeaks.correct

@@ -19,7 +19,7 @@ from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import pace
-from tests.runtime.models import square_loss
+from tests.runtime.models import assert_same, gradients, square_loss
 
 COMPUTE_S, HOST_S = 1.0, 0.3
 """Of a layer with one microbatch, on the device and in the worker's thread."""
@@ -133,7 +133,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(CpuBackend, "download", timed_download)
     monkeypatch.setattr(CpuBackend, "record", lambda backend, lane: Event(clock, lane, record(backend, lane)))
     monkeypatch.setattr(CpuBackend, "wait", timed_wait)
-    monkeypatch.setattr(pace.Pace, "_has_lanes", True)  # private, since a CPU worker has none
+    monkeypatch.setattr(pace.Pace, "has_lanes", True)
     yield clock
 
 
@@ -161,6 +161,24 @@ def test_a_device_waits_for_no_weights_but_the_first(clock: Clock, trains: bool)
     train(clock, trains)
     runs, weights = clock.spans[Lane.COMPUTE], clock.spans[Lane.WEIGHTS]
     idle_s = runs[-1].stop_s - runs[0].start_s - sum(run.stop_s - run.start_s for run in runs)
-    first_two = 2
-    assert clock.beside(Lane.WEIGHTS) == len(weights) - first_two > 0
-    assert idle_s < COMPUTE_S  # of more than twenty
+    assert clock.beside(Lane.WEIGHTS) == len(weights) - 1 > 0
+    assert runs[0].start_s == COPY_S[Lane.WEIGHTS] + COPY_S[Lane.UPLOAD]
+    assert idle_s < 1.5 * COMPUTE_S  # of more than twenty; only the first stage's last value comes behind weights
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_beside_their_devices_equal_eager(clock: Clock, num_workers: int) -> None:
+    """Weights go behind the first runs of a job where these wait for no other worker, else before them."""
+    model = nn.Sequential(*(Layer(clock) for _ in range(NUM_LAYERS)))
+    reference = nn.Sequential(*(Layer(Clock()) for _ in range(NUM_LAYERS)))
+    reference.load_state_dict(model.state_dict())
+    singles = [(i, i + 1) for i in range(NUM_LAYERS)]
+    plan = ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])
+    run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES, execute_plan=plan, residency="off")
+    batch = torch.randn(NUM_MICROBATCHES, WIDTH)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * num_workers) as piped:
+        for _ in range(3):
+            piped.forward_backward((batch,), loss_fn=square_loss, run_config=run)
+            square_loss(reference(batch), None).backward()
+        piped.synchronize()
+    assert_same(gradients(model), gradients(reference), atol=1e-5)

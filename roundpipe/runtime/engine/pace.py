@@ -91,6 +91,7 @@ class Pace:
         """What another thread lets go of, as the worker had no next step."""
         self._num_runs = 0
         """Of the present visit, those that were begun."""
+        self._ahead = 0
         self._issued: deque[tuple[Event, int]] = deque()
         """After each of the latest runs, and bytes of what came up and went down for it."""
         self._part_bytes = 0
@@ -110,11 +111,12 @@ class Pace:
         Plans count gradients of the visit before beside those of this one, which are there from its second run on.
         """
         ahead = num_ahead(max((num_bytes for _, num_bytes in self._issued), default=0), num_microbatches)
+        self._ahead = ahead
         while len(self._issued) > ahead:
             self._issued.popleft()[0].synchronize()
         self._copies.clear()
         self._in_flight.num_runs += 1
-        if self._has_lanes:
+        if self.has_lanes:
             self._in_flight.held_runs, self._leaving.held_runs = ahead + 1, 2
             # copies are late where others have the link: what piled up behind them would be in no plan
             self._in_flight.wait_for(self._in_flight.num_runs - max(ahead + 1, 2))
@@ -130,7 +132,7 @@ class Pace:
 
     def end_run(self) -> None:
         """A run is given to the device: what came up for it lives until the device is past it."""
-        if self._has_lanes:
+        if self.has_lanes:
             issued, _ = self._keep_uploads()
             self._issued.append((issued, self._run_bytes))
         self._part_bytes = self._run_bytes = 0
@@ -141,7 +143,7 @@ class Pace:
         That is let go of once the device is past it. If it is much, this waits for it: a stage of many layers that are
         recomputed one by one would have the values of all of them on the device.
         """
-        if not self._has_lanes:
+        if not self.has_lanes:
             return
         issued, num_bytes = self._keep_uploads()
         self._part_bytes += num_bytes
@@ -155,7 +157,7 @@ class Pace:
 
         A stage of many layers would have the values of all of them on the device.
         """
-        if not self._has_lanes:
+        if not self.has_lanes:
             return
         self._copies.append((copied, num_bytes))
         if len(self._copies) > 1 and sum(each for _, each in self._copies) > LARGE_BYTES:
@@ -191,10 +193,15 @@ class Pace:
     @property
     def has_rest(self) -> bool:
         """Whether what earlier visits left is held."""
-        return self._has_lanes and bool(self._in_flight or self._leaving)
+        return self.has_lanes and bool(self._in_flight or self._leaving)
 
     @property
-    def _has_lanes(self) -> bool:
+    def is_filled(self) -> bool:
+        """Whether the present visit has given the device as many runs as may be ahead, and so one at least."""
+        return self._num_runs >= self._ahead
+
+    @property
+    def has_lanes(self) -> bool:
         """Whether the device runs beside its worker."""
         return self._backend.device.type != "cpu"
 

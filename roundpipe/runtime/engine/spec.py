@@ -250,6 +250,10 @@ class StepSpec:
     def flow_of(self, job: Job) -> JobFlow:
         return self.flows[job.index - self.schedule.first_job]
 
+    def streamed_sizes(self, worker: int) -> list[int]:
+        """Bytes that a worker's visits bring up, in their order."""
+        return self.schedule.visit_sizes(worker, [stay.streamed_bytes for stay in self.stays])
+
 
 def _segment(specs: Sequence[LayerSpec], layers: Sequence[int], exit_reads: Sequence[str] = ()) -> Segment:
     takes: dict[str, None] = {}

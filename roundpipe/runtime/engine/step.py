@@ -120,14 +120,18 @@ class StepState:
 
     # Workers
 
+    def is_done(self, job_index: int | None, microbatch: int) -> bool:
+        """Whether a microbatch of its job, if there is one, is done."""
+        if job_index is None:
+            return True
+        position = job_index - self._first_job
+        return self._runs[position] > microbatch // self.spec.schedule.jobs[position].num_replicas
+
     def wait_done(self, job_index: int | None, microbatch: int, who: str) -> None:
         """Return when a microbatch of its job, if there is one, is done. Raises `Cancelled` if the step failed."""
-        if job_index is not None:
-            position, runs = job_index - self._first_job, self._runs
-            turn = microbatch // self.spec.schedule.jobs[position].num_replicas
-            if runs[position] <= turn:
-                what = f"microbatch {microbatch} of job {job_index}"
-                self.board.wait(lambda: self.failed or runs[position] > turn, who, what)
+        if not self.is_done(job_index, microbatch):
+            what = f"microbatch {microbatch} of job {job_index}"
+            self.board.wait(lambda: self.failed or self.is_done(job_index, microbatch), who, what)
         if self.failed:
             raise Cancelled
 

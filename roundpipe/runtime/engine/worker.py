@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
-from roundpipe.core.schedule import Job, Phase, Schedule, Task, TaskKind
+from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.runner import MicrobatchRunner
@@ -171,10 +170,17 @@ class Worker:
                 self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
             self._make_room(step.spec)
+            behind: Task | None = None
             for position, task in enumerate(tasks):
-                if position > last_prefetch:
+                if task.kind is TaskKind.PREFETCH and self._can_run(step, tasks[position + 1]):
+                    behind = task  # values of the present job would wait on the link until these weights are there
+                    continue
+                if position > last_prefetch and behind is None:
                     self._look_ahead()
                 self._execute(step, task)
+                if behind is not None and (self._pace.is_filled or not self._can_run(step, tasks[position + 1])):
+                    self._execute(step, behind)
+                    behind = None
             if not step.spec.may_outlive_call:
                 self._in_flight.wait()
                 self._leaving.wait()
@@ -211,21 +217,12 @@ class Worker:
         with contextlib.suppress(ClosedError):
             self._thread.submit(self._execute_next)  # in the place of what may be lost
 
-    def _visit_sizes(self, layer_bytes: Sequence[int], schedule: Schedule) -> list[int]:
-        """Bytes of this worker's visits of a step, in their order, from those of its layers."""
-        own = (job for job in schedule.jobs if job.worker == self.index)
-        return [sum(layer_bytes[index] for index in job.layers) for job in own]
-
-    def _streamed_sizes(self, spec: StepSpec) -> list[int]:
-        """Bytes that this worker's visits bring up, in their order."""
-        return self._visit_sizes([stay.streamed_bytes for stay in spec.stays], spec.schedule)
-
     def _make_room(self, spec: StepSpec) -> None:
         """Let memory for weights be as large as a step needs.
 
         There is room for its first visit once more, if a step like it is likely to follow and memory is plentiful.
         """
-        arena, sizes, spare_bytes = self.arena, self._streamed_sizes(spec), spec.spare_bytes
+        arena, sizes, spare_bytes = self.arena, spec.streamed_sizes(self.index), spec.spare_bytes
         other_bytes = arena.residents.make_room(zip(spec.weights, spec.stays, strict=True), spec.resident_bytes)
         if spare_bytes is not None:
             spare_bytes -= other_bytes
@@ -241,7 +238,7 @@ class Worker:
         schedule, weights, stays = following.spec.schedule, following.spec.weights, following.spec.stays
         job = schedule.job(schedule.tasks(self.index)[0].job_index)
         (running,) = self._open.values()
-        sizes = self._streamed_sizes(following.spec)
+        sizes = following.spec.streamed_sizes(self.index)
         has_room = self.arena.has_room(sizes) and self.arena.has_room([running.visit.num_bytes, sizes[0]])
         is_there = all(self.arena.residents.has_all(weights[index], stays[index]) for index in job.layers)
         if following.failed or not has_room or not is_there:
@@ -276,6 +273,13 @@ class Worker:
             step.advance(job.index)
         else:
             self._release(step, self._open[job.index])
+
+    def _can_run(self, step: StepState, task: Task) -> bool:
+        """Whether a task is a run that a device beside its worker can begin with: it waits for no other worker."""
+        if not self._pace.has_lanes or task.microbatch is None or task.job_index not in self._open:
+            return False
+        before = step.spec.schedule.before(self._open[task.job_index].job, task.microbatch)
+        return step.is_done(before, task.microbatch)
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         layers = [self._bound(step, index) for index in job.layers]
@@ -322,7 +326,7 @@ class Worker:
     def _release(self, step: StepState, opened: _OpenVisit) -> None:
         job = opened.job
         if step.spec.peaks is not None:
-            sizes = self._visit_sizes([weights.num_bytes for weights in step.spec.weights], step.spec.schedule)
+            sizes = step.spec.schedule.visit_sizes(self.index, [weights.num_bytes for weights in step.spec.weights])
             surplus_bytes = self.arena.num_bytes - self.arena.room(sizes)  # as if nothing stayed
             position = job.index - step.spec.schedule.first_job
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
