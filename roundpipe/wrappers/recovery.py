@@ -114,7 +114,10 @@ def _release_frames(error: BaseException) -> None:
         each = errors.pop()
         if each is not None and each not in seen:
             seen.add(each)
-            traceback.clear_frames(each.__traceback__)
             for frame, _ in traceback.walk_tb(each.__traceback__):
+                try:
+                    frame.clear()
+                except RuntimeError:  # it is running, and a copy of its values would outlive the error among them
+                    continue
                 _ = frame.f_locals  # before Python 3.13 a copy that lives on once it was read; reading renews it
             errors += [each.__cause__, each.__context__]

@@ -101,16 +101,26 @@ def test_a_call_that_runs_out_of_memory_is_run_again(workers, position, caplog):
     assert sum("ran out of device memory" in record.message for record in caplog.records) == 1
 
 
-def test_a_budget_is_taken_when_the_attempt_has_let_go_of_its_values(monkeypatch):
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_a_budget_is_taken_when_the_attempt_has_let_go_of_its_values(monkeypatch, where):
+    """Of what failed and of what was there for it: in the frames of its error, and in the functions of these."""
     held, at_budget, runs = [], [], itertools.count(1)
+
+    def fail(place, *tensors):
+        if place == where and type(tensors[0]) is torch.Tensor and next(runs) == 1:
+            held.extend(map(weakref.ref, tensors))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     class Last(nn.Module):
         def forward(self, x):
             large = x + 1
-            if type(x) is torch.Tensor and next(runs) == 1:
-                held.append(weakref.ref(large))
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            fail("layer", large, x)
             return large
+
+    def loss_fn(outputs, label):
+        loss = square_loss(outputs, label)
+        fail("loss", loss, outputs)
+        return loss
 
     take_budget = CpuBackend.take_budget
     monkeypatch.setattr(
@@ -118,8 +128,8 @@ def test_a_budget_is_taken_when_the_attempt_has_let_go_of_its_values(monkeypatch
     )
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), Last()).to(DTYPE)
     with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
-        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
-    assert at_budget == [None]
+        piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(3))
+    assert at_budget == [None, None]
 
 
 def test_the_worker_whose_allocation_failed_learns_from_it(monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class Stage:
             outputs = self.spec.chain.exit(values)
         values.clear()
         with self._shares(microbatch):
-            return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch, outputs)
+            return outputs, self._read_losses(partial(loss_fn, outputs, label), microbatch, outputs)
 
     def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
@@ -244,34 +245,36 @@ class Stage:
             return self._call(index, values, microbatch, "forward")
 
     def _call(self, index: int, values: Carry, microbatch: int, phase: str) -> Carry:
-        """A layer's outputs."""
+        """A layer's outputs.
+
+        What is run is no function of its own here or below: one would keep its values as long as an error that it
+        raised.
+        """
         bound, spec = self.layers[index], self.spec.chain.specs[index]
         carry = {name: values[name] for name in spec.reads}
-
-        def run() -> Carry:
-            outputs: Carry = bound.module(self.glue.given(bound.module, spec, carry) if spec.glue else carry)
-            return outputs
-
-        outputs = self._run(index, run, microbatch, phase)
+        outputs = self._run(index, partial(self._outputs, bound, spec, carry), microbatch, phase)
         made = {name: outputs[name] for name in spec.makes}
         if self.spec.check_finite:
             self._check_finite(index, carry, made, microbatch, phase)
         return made
 
+    def _outputs(self, bound: BoundLayer, spec: LayerSpec, carry: Carry) -> Carry:
+        outputs: Carry = bound.module(self.glue.given(bound.module, spec, carry) if spec.glue else carry)
+        return outputs
+
     def _run_tail(self, index: int, values: Carry, microbatch: int, label: Any) -> Any:
         """The losses, of the last layer and the loss function as one."""
-        tail, layer = self.spec.tail, self.layers[index].module
+        return self._run(index, partial(self._tail_losses, index, values, microbatch, label), microbatch, "forward")
+
+    def _tail_losses(self, index: int, values: Carry, microbatch: int, label: Any) -> Any:
+        tail = self.spec.tail
         assert tail is not None
-
-        def run() -> Any:
-            try:
-                return tail(layer, values, label)
-            except BaseException as error:
-                if tail.is_of_loss(error):
-                    note_place(error, self._place(microbatch, "loss_fn"))
-                raise
-
-        return self._run(index, run, microbatch, "forward")
+        try:
+            return tail(self.layers[index].module, values, label)
+        except BaseException as error:
+            if tail.is_of_loss(error):
+                note_place(error, self._place(microbatch, "loss_fn"))
+            raise
 
     def _run(self, index: int, function: Callable[[], Any], microbatch: int, phase: str) -> Any:
         """What a function that runs a layer returns; seeded, timed and annotated."""
