@@ -122,10 +122,7 @@ class UpdateTimes:
     @property
     def are_warm(self) -> bool:
         """Whether the latest updates tell what later ones will take."""
-        if len(self._warm) < 2:
-            return False
-        before_s, latest_s = self._warm[-2].on_host_s, self._warm[-1].on_host_s
-        return len(self._warm) >= MOST_LOOKED_AT or abs(latest_s - before_s) <= SETTLED_WITHIN * max(latest_s, before_s)
+        return _are_warm(list(self._warm))  # the optimizer's thread may add one meanwhile
 
     def per_round(self) -> ChainSeconds | None:
         """What the optimizer's side takes of a round with copies where they are now; None: there was no update."""
@@ -144,8 +141,14 @@ class UpdateTimes:
 
     def on_host_s(self) -> tuple[float, float] | None:
         """Seconds of an update on the host, its hand-over among them, and between two; None: not known well enough."""
-        taken = list(self._warm)
-        if not self.are_warm:
+        if not _are_warm(taken := list(self._warm)):
             return None
         gaps = (now.asked_s - then.asked_s for then, now in pairwise(taken))
         return median_low(each.on_host_s for each in taken), median_low(gaps)
+
+
+def _are_warm(taken: Sequence[_Taken]) -> bool:
+    if len(taken) < 2:
+        return False
+    before_s, latest_s = (each.on_host_s for each in taken[-2:])
+    return len(taken) >= MOST_LOOKED_AT or abs(latest_s - before_s) <= SETTLED_WITHIN * max(latest_s, before_s)
