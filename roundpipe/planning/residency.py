@@ -103,17 +103,25 @@ STREAMED = Residency()
 """Nothing stays."""
 
 
-def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int) -> Residency:
-    """Everything stays, ``optimizer_bytes`` of the optimizer's side among it; gradients twice, while they add up."""
-    num_bytes = sum(cost.weight_bytes + 2 * cost.gradient_bytes for cost in costs) + optimizer_bytes
+def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int, *, adds_up: bool = False) -> Residency:
+    """Everything stays, ``optimizer_bytes`` of the optimizer's side among it.
+
+    If a round ``adds_up`` its gradients with those of rounds before, they are there twice meanwhile.
+    """
+    num_bytes = sum(cost.weight_bytes + (1 + adds_up) * cost.gradient_bytes for cost in costs) + optimizer_bytes
     layers = frozenset(range(len(costs)))
     return Residency(layers, num_bytes, layers, optimizer_bytes)
 
 
-def trained_residency(costs: Sequence[LayerCost], layers: Iterable[int], optimizer_bytes: int) -> Residency:
-    """What is trained of some layers stays, ``optimizer_bytes`` of the optimizer's side among it."""
+def trained_residency(
+    costs: Sequence[LayerCost], layers: Iterable[int], optimizer_bytes: int, *, adds_up: bool = False
+) -> Residency:
+    """What is trained of some layers stays, ``optimizer_bytes`` of the optimizer's side among it.
+
+    ``adds_up``: see `full_residency`.
+    """
     trained = frozenset(layers)
-    num_bytes = sum(_streamed_bytes(costs[index]) + 2 * costs[index].gradient_bytes for index in trained)
+    num_bytes = sum(_streamed_bytes(costs[index]) + (1 + adds_up) * costs[index].gradient_bytes for index in trained)
     return Residency(frozenset(), num_bytes + optimizer_bytes, trained, optimizer_bytes)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from roundpipe.reports.memory import HostMemory
+from roundpipe.runtime.optimizer.temporaries import bytes_by_default
 from roundpipe.tools.target import Target
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -17,6 +18,8 @@ STATES = {"adamw": 2, "sgd": 0}
 """Optimizer states per trained parameter, as large as its copy."""
 _COUNT_BYTES = {"adamw": 4, "sgd": 0}
 """Of the tensor that counts the updates of each parameter."""
+_TEMPORARIES = {"adamw": 1, "sgd": 0}
+"""Tensors that an update makes for each parameter, unless it is a fused one."""
 COPY_ACCESSES = {"adamw": 8, "sgd": 3}
 """Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
 
@@ -44,6 +47,7 @@ class ExpectedOptimizer:
     may_stay_unasked: bool = True
     is_over: bool = False
     is_async: bool = True
+    adds_up: bool = False
 
     def suits(self) -> bool:
         return True
@@ -58,12 +62,10 @@ class ExpectedOptimizer:
         """Nothing was measured."""
 
     def device_bytes(self, parameters: Collection[torch.Tensor]) -> int:
-        """Of copies, gradients and states, and of gradients that an update converts."""
-        num_bytes = 0
-        for parameter in parameters:
-            tensors = 2 + STATES[self.name] + (parameter.dtype != self.dtype)
-            num_bytes += parameter.numel() * self.dtype.itemsize * tensors + _COUNT_BYTES[self.name]
-        return num_bytes
+        """Of copies, gradients and states, and of what an update makes besides."""
+        sizes_bytes = [parameter.numel() * self.dtype.itemsize for parameter in parameters]
+        lasting_bytes = sum(sizes_bytes) * (2 + STATES[self.name]) + len(sizes_bytes) * _COUNT_BYTES[self.name]
+        return lasting_bytes + bytes_by_default(_TEMPORARIES[self.name], sizes_bytes, self.dtype.itemsize)
 
     def host_memory(
         self, target: Target, carried_bytes: int, there: Collection[torch.Tensor] = frozenset()

@@ -216,6 +216,7 @@ class Session:
             raise ConfigError(f"{self.name} was called inside streamed(); call the model that streamed() gives")
         self._end_streamed()
         self.engine.raise_pending()
+        self.optimizer.note_round(adds_gradients)
         self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()
 

@@ -79,7 +79,8 @@ def test_trained_layers_are_streamed() -> None:
 def test_where_everything_stays_only_values_are_moved() -> None:
     schedule, costs = make_schedule(PLAN, 1, 3), StageCosts(COSTS)
     residency = full_residency(COSTS, 1000)
-    assert residency.num_bytes == 8 * (200 + 2 * 20) + 1000
+    assert residency.num_bytes == 8 * (200 + 20) + 1000
+    assert full_residency(COSTS, 1000, adds_up=True).num_bytes == 8 * (200 + 2 * 20) + 1000
     assert residency.bytes_of(COSTS) == dict.fromkeys(range(8), 200)
     working_bytes = plan_peak_bytes(PLAN, residency.streamed(COSTS), num_workers=1)
     assert residency.peak_bytes(schedule, costs) == residency.num_bytes + working_bytes
@@ -92,7 +93,8 @@ def test_where_everything_stays_only_values_are_moved() -> None:
 def test_what_is_trained_of_some_layers_stays_beside_frozen_weights_of_others() -> None:
     schedule, costs = make_schedule(PLAN, 1, 3), StageCosts(COSTS)
     trained = trained_residency(COSTS, [0, 1], 70)
-    assert trained.num_bytes == 2 * (20 + 2 * 20) + 70 and trained.bytes_of(COSTS) == {0: 20, 1: 20}
+    assert trained.num_bytes == 2 * (20 + 20) + 70 and trained.bytes_of(COSTS) == {0: 20, 1: 20}
+    assert trained_residency(COSTS, [0, 1], 70, adds_up=True).num_bytes == trained.num_bytes + 2 * 20
     least = plan_peak_bytes(PLAN, trained.streamed(COSTS), num_workers=1) + trained.num_bytes
     assert trained.peak_bytes(schedule, costs) == least
     sizes = []

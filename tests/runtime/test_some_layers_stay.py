@@ -15,8 +15,39 @@ from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, moved, optimizer_
 from tests.runtime.models import DTYPE, assert_equal_bits, batch, mlp, square_loss
 
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 8
-ONE_OF_THREE = 12_000
+ONE_OF_THREE = 11_000
 """Bytes of a device on which the weights of one layer stay."""
+EIGHT_LAYERS = 27_000
+
+
+class Factored(torch.optim.Optimizer):
+    """With states of other shapes than the parameters', some of them in a list, as in Adafactor."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state, square = self.state[each], each.grad.square() + 1e-8
+                if not state:
+                    state["means"] = [torch.zeros_like(square.mean(dim, keepdim=True)) for dim in range(each.ndim)]
+                scale = torch.ones_like(each)
+                for dim, mean in enumerate(state["means"]):
+                    mean.lerp_(square.mean(dim, keepdim=True), 0.2)
+                    scale *= mean.rsqrt()
+                each.sub_(each.grad * scale, alpha=group["lr"])
+
+
+KINDS = {
+    **OPTIMIZERS,
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "momentum foreach": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True
+    ),
+    "Factored": lambda parameters: Factored(parameters, {"lr": 0.01}),
+}
 
 
 def number_there(piped):
@@ -34,7 +65,7 @@ def eight_layers(residency):
     """A model of which some layers fit the device beside its plan, and its wrapper."""
     torch.manual_seed(4)
     model = mlp(8, WIDTH).to(DTYPE)
-    return model, wrapped(model, residency, memory_bytes=32_000)
+    return model, wrapped(model, residency, memory_bytes=EIGHT_LAYERS)
 
 
 def train(residency, *, depth=3, steps=4, is_async=True, optimizer="AdamW", memory_bytes=ONE_OF_THREE, plan=None):
@@ -43,7 +74,7 @@ def train(residency, *, depth=3, steps=4, is_async=True, optimizer="AdamW", memo
     plan = plan or one_stage(depth)
     model, found = mlp(depth, WIDTH).to(DTYPE), []
     with wrapped(model, residency, plan, memory_bytes) as piped:
-        ours = optimizer_of(piped, OPTIMIZERS[optimizer])
+        ours = optimizer_of(piped, KINDS[optimizer])
 
         def update():
             torch.nn.utils.clip_grad_norm_(ours.param_groups[0]["params"], 0.5, foreach=False)
@@ -74,11 +105,11 @@ def test_the_rest_is_streamed_and_the_numbers_are_the_same(is_async, plan):
     assert_equal_bits(found, streamed)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", KINDS)
 def test_the_more_room_there_is_the_more_layers_stay(optimizer):
     streamed, _, _, _ = train("off", depth=8, optimizer=optimizer, memory_bytes=16_000)
     numbers = []
-    for memory_bytes in range(16_000, 40_000, 4_000):
+    for memory_bytes in range(16_000, 40_000, 3_000):
         found, number, moved_bytes, peak_bytes = train("full", depth=8, optimizer=optimizer, memory_bytes=memory_bytes)
         rest_bytes = (16 - number) // 2 * LAYER_BYTES
         numbers.append(number)
@@ -118,7 +149,7 @@ def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
         (model, piped), found, numbers = eight_layers(residency), [], []
         with piped:
             ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
-            for step, num_rows in enumerate((4, 4, 4, 44, 4, 4)):
+            for step, num_rows in enumerate((4, 4, 4, 32, 4, 4)):
                 x = batch(num_rows, width=WIDTH, seed=step)
                 found.append(piped.forward_backward((x,), loss_fn=square_loss))
                 numbers.append(number_there(piped))
@@ -164,7 +195,7 @@ def test_when_memory_runs_out_fewer_layers_stay(is_async, caplog):
                     piped.synchronize()
                 if step == 3 and number_there(piped):
                     (backend,) = piped._session.engine.backends  # by the ledger: public numbers are sums
-                    backend.ledger.budget_bytes = backend.ledger.total_bytes + 64
+                    backend.ledger.budget_bytes = max(backend.ledger.total_bytes + 64, 17_000)
                 found.append(piped.forward_backward((batch(4, width=WIDTH, seed=step),), loss_fn=square_loss))
                 numbers.append(number_there(piped))
                 piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
@@ -253,8 +284,11 @@ def takes_any_gain(monkeypatch):
 
 @pytest.fixture
 def little_memory(takes_any_gain, monkeypatch):
-    """Models of `test_unasked` have little memory."""
-    monkeypatch.setattr(test_unasked, "wrapped", functools.partial(test_unasked.wrapped, memory_bytes=13_000))
+    """Gives models of `test_unasked` little memory."""
+    wrapped = test_unasked.wrapped
+    return lambda memory_bytes: monkeypatch.setattr(
+        test_unasked, "wrapped", functools.partial(wrapped, memory_bytes=memory_bytes)
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -268,6 +302,7 @@ def test_nobody_notices_where_nobody_has_asked(little_memory, is_async, accumula
             loop.found += [parameter.detach().clone() for parameter in loop.model.parameters()]
         loop.found += [value.clone() for value in loop.piped.state_dict().values()]
 
+    little_memory(ONE_OF_THREE + (accumulate > 1) * 2_000)  # gradients are there twice while they add up
     test_unasked.same(between, is_async=is_async, accumulate=accumulate)
     assert numbers[-1] == 2
 
@@ -283,12 +318,14 @@ def test_nobody_notices_where_nobody_has_asked(little_memory, is_async, accumula
     ],
 )
 def test_megabytes_on_a_device_train_as_streamed_ones_do(takes_any_gain, device, residency):
-    width, depth = 512, 12
+    width, depth, memory_bytes = 512, 12, 60 * 2**20
+    if device != "cpu":  # of which a tenth is left to libraries, whose workspaces are as large as some of these layers
+        width, memory_bytes = 2_048, 960 * 2**20
 
     def run(residency):
         torch.manual_seed(4)
         model, losses = mlp(depth, width).float(), []
-        devices = [roundpipe.Device(device, memory_bytes=60 * 2**20)]
+        devices = [roundpipe.Device(device, memory_bytes=memory_bytes)]
         options = roundpipe.RoundPipeRunConfig(num_microbatch=2, residency=residency)
         with roundpipe.RoundPipe(model, devices=devices, model_run_config=options, optim_dtype=torch.float32) as piped:
             optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1, momentum=0.9)

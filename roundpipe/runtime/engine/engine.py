@@ -189,7 +189,8 @@ class Engine(Steps):
         """
         self.steps.wait_idle()
         for worker in self._workers:
-            worker.let_go()
+            worker.backend.synchronize()
+            worker.pace.let_go()
             worker.arena.free()
             worker.backend.release_cached()
             worker.backend.note_others(worker.arena.num_bytes + kept_bytes)

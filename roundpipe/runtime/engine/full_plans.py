@@ -130,6 +130,7 @@ class FullPlans:
             call.config.residency,
             call.is_evaluation,
             call.is_evaluation and self._optimizer is not None and self._optimizer.has_twins,
+            self._optimizer is not None and self._optimizer.adds_up,
         )
 
     def _of(self, call: Call) -> _FullPlan | None:

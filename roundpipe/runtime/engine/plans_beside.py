@@ -56,6 +56,10 @@ class OptimizerFacts(Protocol):
     def is_async(self) -> bool:
         """Whether updates run beside rounds."""
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether rounds add to gradients that those before have brought."""
+
     def suits(self) -> bool:
         """Whether copies may go to the device without that anyone has asked for it."""
 
@@ -90,8 +94,7 @@ class PlansBeside:
     Args:
         streamed: the plan without them; its own one where the user has given it.
         budget_bytes: for the plan and what stays.
-        is_unasked: whether nobody has asked for weights to stay in training: what updates need for a moment may be as
-            much as gradients take, and the host's weights follow.
+        is_unasked: whether nobody has asked for weights to stay in training: the host's follow.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class PlansBeside:
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
         optimizer_bytes = self._optimizer.device_bytes(self._parameters(self._trained))
-        return self._plan(full_residency(self._costs, optimizer_bytes), spares=self._is_unasked)
+        return self._plan(full_residency(self._costs, optimizer_bytes, adds_up=self._optimizer.adds_up))
 
     def of_those(self, there: Collection[int]) -> PlanBeside | None:
         """The layers stay that have certain parameters, given by their identities; None: there is no plan, or others.
@@ -144,15 +147,11 @@ class PlansBeside:
         return {parameter for index in layers for parameter in self._trained[index]}
 
     def _residency(self, layers: Sequence[int]) -> Residency:
-        return trained_residency(self._costs, layers, self._optimizer.device_bytes(self._parameters(layers)))
+        optimizer_bytes = self._optimizer.device_bytes(self._parameters(layers))
+        return trained_residency(self._costs, layers, optimizer_bytes, adds_up=self._optimizer.adds_up)
 
     def _of(self, layers: Sequence[int]) -> PlanBeside | None:
-        return self._plan(self._residency(layers), spares=True)
-
-    def _left_bytes(self, residency: Residency, *, spares: bool) -> int:
-        """For a plan beside what stays; with ``spares``, an update may take twice what it should."""
-        spare_bytes = sum(2 * self._costs[index].gradient_bytes for index in residency.trained) if spares else 0
-        return self._budget_bytes - residency.num_bytes - spare_bytes
+        return self._plan(self._residency(layers))
 
     def _arguments(self, left_bytes: int) -> PlanArguments:
         return PlanArguments(
@@ -165,7 +164,7 @@ class PlansBeside:
 
     def _fits(self, layers: Sequence[int]) -> bool:
         residency = self._residency(layers)
-        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=True)
+        there, left_bytes = residency.streamed(self._costs), self._budget_bytes - residency.num_bytes
         if left_bytes <= 0:
             return False
         if self._call.config.execute_plan is not None:
@@ -177,11 +176,11 @@ class PlansBeside:
         number, grain = self._call.num_microbatches, self._call.config.recompute_grain
         return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
 
-    def _plan(self, residency: Residency, *, spares: bool) -> PlanBeside | None:
+    def _plan(self, residency: Residency) -> PlanBeside | None:
         call, links = self._call, self._model.links(self._call.chain, self._call.tiles)
         if self._is_unasked:
             residency = with_weights_home(residency, self._costs)
-        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=spares)
+        there, left_bytes = residency.streamed(self._costs), self._budget_bytes - residency.num_bytes
 
         def stays(schedule: Schedule, costs: StageCosts) -> Residency:
             return choose_residency(schedule, costs, left_bytes + residency.num_bytes, residency)

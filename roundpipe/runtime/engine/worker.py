@@ -77,8 +77,8 @@ class Worker:
         """Values of microbatches."""
         self._leaving = InFlight()
         """Gradients of weights, which no microbatch waits for."""
-        self._pace = Pace(backend, self._in_flight, self._leaving)
-        self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self._pace)
+        self.pace = Pace(backend, self._in_flight, self._leaving)
+        self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self.pace)
         self._was_idle = True
 
     # The engine
@@ -111,11 +111,6 @@ class Worker:
         """Drop a layer's replicas and what stays of it on the device; while no step is running only."""
         self._replicas.pop(id(layer), None)
         self.arena.forget(layer)
-
-    def let_go(self) -> None:
-        """Let go of what steps have left on the device, once it is done; while no step is running only."""
-        self.backend.synchronize()
-        self._pace.let_go()
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
@@ -157,7 +152,7 @@ class Worker:
             self._current = None
         del step
         self._was_idle = not self._upcoming
-        for rest in self._pace.leave() if self._was_idle else ():
+        for rest in self.pace.leave() if self._was_idle else ():
             with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
                 self._gradients_thread.submit(rest.wait)
 
@@ -166,7 +161,7 @@ class Worker:
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            if self._was_idle and not (self._pace.has_left or self._is_settling):
+            if self._was_idle and not (self.pace.has_left or self._is_settling):
                 self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
             self._make_room(step.spec)
@@ -178,7 +173,7 @@ class Worker:
                 if position > last_prefetch and behind is None:
                     self._look_ahead()
                 self._execute(step, task)
-                if behind is not None and (self._pace.is_filled or not self._can_run(step, tasks[position + 1])):
+                if behind is not None and (self.pace.is_filled or not self._can_run(step, tasks[position + 1])):
                     self._execute(step, behind)
                     behind = None
             if not step.spec.may_outlive_call:
@@ -197,7 +192,7 @@ class Worker:
             self.arena.forget_visits,
             self.meter.abandon,
             self._leaving.clear,
-            self._pace.abandon,
+            self.pace.abandon,
         )
         for action in undo:
             try:
@@ -264,19 +259,19 @@ class Worker:
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
             if opened.stage is None:
-                self._pace.begin_visit()
-            self._pace.begin_run(step.spec.schedule.num_microbatches)
+                self.pace.begin_visit()
+            self.pace.begin_run(step.spec.schedule.num_microbatches)
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
-            self._pace.end_run()
+            self.pace.end_run()
             step.advance(job.index)
         else:
             self._release(step, self._open[job.index])
 
     def _can_run(self, step: StepState, task: Task) -> bool:
         """Whether a task is a run that a device beside its worker can begin with: it waits for no other worker."""
-        if not self._pace.has_lanes or task.microbatch is None or task.job_index not in self._open:
+        if not self.pace.has_lanes or task.microbatch is None or task.job_index not in self._open:
             return False
         before = step.spec.schedule.before(self._open[task.job_index].job, task.microbatch)
         return step.is_done(before, task.microbatch)
@@ -311,8 +306,11 @@ class Worker:
     def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
         if (peaks := step.spec.peaks) is not None:
-            peaks.begin(job.index - step.spec.schedule.first_job, has_rest=self._pace.has_rest)
+            peaks.begin(job.index - step.spec.schedule.first_job, has_rest=self.pace.has_rest)
             self.backend.begin_visit()
+        if job.phase is not Phase.FORWARD and (there := visit.twins()):
+            # those of the round before are taken first, or they would be there beside this one's
+            self._gates.gradients.wait(there, self.name, step.closings[1])
         visit.arrive()
         with step.modules_lock:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)

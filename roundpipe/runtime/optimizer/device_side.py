@@ -9,6 +9,7 @@ is the same. The host's weights follow when somebody is about to read them.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
+from roundpipe.runtime.optimizer.temporaries import bytes_of_unknown, temporary_bytes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import OF_THE_WHOLE
 from roundpipe.runtime.weights.twins import Twins
@@ -64,17 +66,17 @@ class DeviceSteps(PlainSteps):
         """What copies of these with their gradients and states would take of a device, and an update besides; or do."""
         self._rest("a plan")
         pairs = [pair for pair in self._pairs if pair.parameter in parameters]
-        copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
-        num_bytes = 0
-        for pair in copies.values():
-            assert pair.copy is not None
-            is_other = pair.copy.dtype != pair.parameter.dtype
-            num_bytes += pair.copy.nbytes * (2 + is_other)
+        copies = {id(pair.copy): pair.copy for pair in pairs if pair.copy is not None}
+        others, num_bytes, temporaries_bytes = dict(copies), 2 * sum(copy.nbytes for copy in copies.values()), 0
         for optimizer in self._runner.options.optimizers:
-            for parameter, state in optimizer.state.items():
-                if id(parameter) in copies:
-                    num_bytes += sum(tensor.nbytes for tensor in trees.tensors(state))
-        return num_bytes
+            of_it = [each for group in optimizer.param_groups for each in group["params"] if id(each) in copies]
+            in_pieces = self._runner.pieces.suit(optimizer)
+            num_bytes += _states_bytes(optimizer, of_it)
+            temporaries_bytes = max(temporaries_bytes, temporary_bytes(optimizer, of_it, in_pieces=in_pieces))
+            for each in of_it:
+                others.pop(id(each), None)
+        unknown_bytes = bytes_of_unknown([copy.nbytes for copy in others.values()])
+        return num_bytes + max(temporaries_bytes, unknown_bytes)  # which are made one after the other
 
     def begin_twins(self, parameters: Sequence[torch.Tensor], num_bytes: int) -> None:
         """Let these live on the device from now on; ``num_bytes`` are their `device_bytes`.
@@ -88,7 +90,9 @@ class DeviceSteps(PlainSteps):
         self._rest("a step")
         pairs = self._pairs.with_new()
         self._pairs.make_copies(pairs)  # or nobody shows the gradients of those that have none
-        self._twins.begin(parameters, num_bytes)
+        staying = set(parameters)
+        gradients = [pair.copy for pair in pairs if pair.parameter in staying and pair.passes_gradient_on]
+        self._twins.begin(parameters, num_bytes, sum(copy.nbytes for copy in gradients if copy is not None))
         try:
             self._updates.run(pairs, self._begin_now)
         except BaseException:
@@ -187,6 +191,7 @@ class DeviceSteps(PlainSteps):
                 )
             if self.has_twins:
                 self._move_states(optimizer)
+            self._runner.pieces.away = {id(pair.copy) for pair in self._pairs if pair.is_away}
 
     def _state_on_host(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """What ``state_dict()`` gives, in tensors of the host: it may be loaded where there is no such device."""
@@ -239,6 +244,14 @@ class DeviceSteps(PlainSteps):
                 f"{enumerated([pair.names[0] for pair in written])}: written while the latest weights were on the "
                 "device, with residency='full'. Call synchronize() before weights are read or written one by one"
             )
+
+
+def _states_bytes(optimizer: torch.optim.Optimizer, copies: Sequence[torch.Tensor]) -> int:
+    """Of an optimizer's states of copies; those that have none yet will get as much as any parameter has."""
+    states = optimizer.state
+    sizes_bytes = {each: sum(tensor.nbytes for tensor in trees.tensors(state)) for each, state in states.items()}
+    share = max((size / max(each.nbytes, 1) for each, size in sizes_bytes.items()), default=0.0)
+    return sum(sizes_bytes[each] if each in sizes_bytes else math.ceil(share * each.nbytes) for each in copies)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim.sgd import sgd
 
 from roundpipe.core import trees
 from roundpipe.core.storages import is_plain
+from roundpipe.runtime.optimizer import temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -42,40 +43,63 @@ _OPTIONS: dict[type, tuple[str, ...]] = {
     torch.optim.SGD: (*_OF_ALL, "momentum", "dampening", "nesterov"),
 }
 
-Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], None]
-"""``f(values, gradient, states)``: torch's own, of a part of a parameter."""
+States = dict[str, torch.Tensor]
+Update = Callable[[list[torch.Tensor], list[torch.Tensor], Sequence[States]], None]
+"""``f(values, gradients, states)``: torch's own, of parameters or parts of them."""
+_Part = tuple[torch.Tensor, torch.Tensor, States]
+"""A parameter, its gradient and its states."""
 
 
 class PiecewiseUpdates:
     """Those of one model's ``step_fn``, which one thread at a time runs."""
 
     def __init__(self) -> None:
+        self.away: Collection[int] = ()
+        """Parameters on a device, by their ids: small ones are updated together, as many as make a piece."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters that are updated, whose gradients torch's step is not to find."""
+        self._has_closures = False
+        """Whether an optimizer was given a closure, behind which gradients are made."""
         self._logged: set[str] = set()
+
+    def suit(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's updates on a device are made in pieces."""
+        return not (self._has_closures or _unsuited(optimizer))
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """An optimizer is about to step: update what can be in pieces."""
-        large = [
+        self._has_closures |= has_closure
+        found = [
             (group, parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.numel() >= LEAST_ELEMENTS and parameter.grad is not None
+            if parameter.grad is not None and (parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away)
         ]
-        if not large:
+        if not found:
             return
         reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
         self._log(type(optimizer).__name__, reason)
         if reason:
             return
-        for group, parameter in large:
+        there: dict[int, tuple[Update, list[_Part]]] = {}
+        for group, parameter in found:
             gradient, update, names = parameter.grad, *_update_of(optimizer, group)
             states = optimizer.state.get(parameter, {})
             if names <= states.keys() and _is_divisible(parameter, gradient, {name: states[name] for name in names}):
-                _update_in_pieces(update, parameter, gradient, {name: states[name] for name in names})
-                parameter.grad = None
+                of_update = {name: states[name] for name in names}
+                if id(parameter) not in self.away:
+                    _update_in_pieces(update, parameter, gradient, of_update, _piece_elements())
+                elif parameter.numel() > temporaries.PIECE_ELEMENTS:
+                    _update_in_pieces(update, parameter, gradient, of_update, temporaries.PIECE_ELEMENTS)
+                else:
+                    there.setdefault(id(group), (update, []))[1].append((parameter, gradient, of_update))
                 self._hidden.append((parameter, gradient))
+        for update, parts in there.values():
+            for together in _together(parts):
+                update(*map(list, zip(*together, strict=True)))
+        for parameter, _ in self._hidden:
+            parameter.grad = None
 
     def after_step(self) -> None:
         """It has stepped, or raised."""
@@ -135,22 +159,23 @@ def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple
     if isinstance(optimizer, torch.optim.SGD):
         run_sgd: Callable[..., None] = functools.partial(sgd, **options)
 
-        def update_sgd(values: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-            run_sgd([values], [gradient], [states.get("momentum_buffer")])
+        def update_sgd(values: list[torch.Tensor], gradients: list[torch.Tensor], states: Sequence[States]) -> None:
+            run_sgd(values, gradients, [each.get("momentum_buffer") for each in states])
 
         return update_sgd, {"momentum_buffer"} if group["momentum"] else set()
     beta1, beta2 = group["betas"]
     run_adam: Callable[..., None] = functools.partial(adam, beta1=beta1, beta2=beta2, **options)
 
-    def update_adam(values: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-        largest = [states["max_exp_avg_sq"]] if group["amsgrad"] else []
-        run_adam([values], [gradient], [states["exp_avg"]], [states["exp_avg_sq"]], largest, [states["step"]])
+    def update_adam(values: list[torch.Tensor], gradients: list[torch.Tensor], states: Sequence[States]) -> None:
+        means, squares, steps = ([each[name] for each in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        largest = [each["max_exp_avg_sq"] for each in states] if group["amsgrad"] else []
+        run_adam(values, gradients, means, squares, largest, steps)
 
     return update_adam, {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
 
 
 def _is_divisible(parameter: torch.Tensor, gradient: torch.Tensor, states: dict[str, Any]) -> bool:
-    """Whether a parameter, its gradient and its states lie alike on the host, so that pieces belong together."""
+    """Whether a parameter, its gradient and its states lie alike in one place, so that pieces belong together."""
     tensors = [parameter, gradient, *(state for name, state in states.items() if name != "step")]
     return isinstance(states.get("step", parameter), torch.Tensor) and all(
         isinstance(each, torch.Tensor)
@@ -159,15 +184,19 @@ def _is_divisible(parameter: torch.Tensor, gradient: torch.Tensor, states: dict[
         and each.shape == parameter.shape
         and each.dtype == parameter.dtype
         and each.dtype.is_floating_point
-        and each.device.type == "cpu"
+        and each.device == parameter.device
         for each in tensors
     )
 
 
+def _piece_elements() -> int:
+    """Of a piece on the host."""
+    return max(PIECE_ELEMENTS, ELEMENTS_PER_THREAD * torch.get_num_threads())
+
+
 def _update_in_pieces(
-    update: Update, parameter: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]
+    update: Update, parameter: torch.Tensor, gradient: torch.Tensor, states: States, num_elements: int
 ) -> None:
-    num_elements = max(PIECE_ELEMENTS, ELEMENTS_PER_THREAD * torch.get_num_threads())
     step = states.pop("step", None)
     tensors = (parameter, gradient, *states.values())
     pieces = list(zip(*(each.detach().view(-1).split(num_elements) for each in tensors), strict=True))
@@ -175,4 +204,18 @@ def _update_in_pieces(
         parts = dict(zip(states, of_states, strict=True))
         if step is not None:  # each counts it
             parts["step"] = step if index + 1 == len(pieces) else step.clone()
-        update(values, of_gradient, parts)
+        update([values], [of_gradient], [parts])
+
+
+def _together(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parameters in order, in groups that are no larger than a piece."""
+    group: list[_Part] = []
+    num_elements = 0
+    for part in parts:
+        num_elements += part[0].numel()
+        if group and num_elements > temporaries.PIECE_ELEMENTS:
+            yield group
+            group, num_elements = [], part[0].numel()
+        group.append(part)
+    if group:
+        yield group

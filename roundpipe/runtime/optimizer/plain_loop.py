@@ -65,6 +65,8 @@ class PlainSteps(ABC):
         """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
         self._has_new_gradients = False
         """Whether a call may have brought gradients since the last step."""
+        self.adds_up = False
+        """Whether rounds add to gradients that those before have brought, as no step has taken them."""
         self._evaluates = False
         """Whether a ``step_fn`` has called the model."""
         self._caller: int | None = None
@@ -89,6 +91,10 @@ class PlainSteps(ABC):
     def is_callers(self) -> bool:
         """Whether the calling code runs in the thread of the latest call, and not for a step."""
         return self._caller == threading.get_ident() and not self._steps.is_inside
+
+    def note_round(self, adds_gradients: bool) -> None:
+        """A round is about to begin."""
+        self.adds_up |= adds_gradients and self._has_new_gradients
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of the model's own parameters."""

@@ -253,6 +253,11 @@ class ParameterPair:
         else:
             copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
 
+    @property
+    def passes_gradient_on(self) -> bool:
+        """Whether the model's gradient becomes the copy's as it is, where both are in one place."""
+        return self.copy is not None and self.copy.dtype == self.parameter.dtype
+
     def _suits_copy(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient of the model can be the copy's as it is, or has a form that can't be converted early."""
         copy = self.copy

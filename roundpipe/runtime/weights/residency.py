@@ -150,6 +150,10 @@ class Visit:
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
 
+    def twins(self) -> list[torch.Tensor]:
+        """Parameters whose twins it runs on."""
+        return [layer.weights.slots[index].tensor for layer in self.layers for index in layer.stay.twins]
+
     def arrive(self) -> None:
         self._backend.wait(Lane.COMPUTE, self.uploaded)
         self._backend.check_ready(self._copies)
