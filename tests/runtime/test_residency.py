@@ -204,7 +204,7 @@ def test_visits_lie_at_alternating_ends():
         if len(visits) == 2:  # the next one comes up only when the one before is done
             earlier, earlier_side = visits.pop(0)
             earlier.arrive()
-            earlier.ready(with_gradients=False)
+            earlier.bind(0, with_gradients=False)
             assert earlier.layers[0].module.weight.data_ptr() == earlier.memory[0].data_ptr()
             arena.end(earlier_side, earlier.release(keep_buffers=False)[1])
             assert earlier.layers[0].module.weight is None
@@ -253,7 +253,7 @@ def test_released_layers_hold_no_device_memory():
     arena.reserve([one.weights.num_bytes])
     visit, _ = arena.begin([one])
     visit.arrive()
-    visit.ready(with_gradients=True)
+    visit.bind(0, with_gradients=True)
     assert all(p is not None for p in one.module[0]._parameters.values())
     visit.release(keep_buffers=True)
     for module in one.module:
@@ -270,7 +270,7 @@ def test_gradients_settle_by_addition():
     for repeat in (1, 2, 3):
         visit, side = arena.begin([bound(host, target, layer)])
         visit.arrive()
-        visit.ready(with_gradients=True)
+        visit.bind(0, with_gradients=True)
         visit.layers[0].module(torch.ones(2, 3)).sum().backward()
         pending, events, _ = visit.release(keep_buffers=False)
         arena.end(side, events)
@@ -284,7 +284,7 @@ def test_gradients_of_weights_go_down_behind_the_last_values():
     arena.reserve([layer.weight.nbytes + 64])
     visit, _ = arena.begin([bound(host_of()[0], target, layer)])
     visit.arrive()
-    visit.ready(with_gradients=True)
+    visit.bind(0, with_gradients=True)
     visit.layers[0].module(torch.ones(2, 3)).sum().backward()
     target.download(torch.ones(3))
     values = target.record(Lane.DOWNLOAD)

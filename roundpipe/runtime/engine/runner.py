@@ -43,7 +43,7 @@ class MicrobatchRunner:
         if job.phase is Phase.BACKWARD:
             self._run_backward(step, job, stage, visit, microbatch)
         else:
-            self._wait_before(step, job, microbatch)
+            self._wait_before(step, job, stage, microbatch)
             if job.phase is Phase.FORWARD:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
@@ -53,11 +53,13 @@ class MicrobatchRunner:
         for name in flow.drops:
             step.values[microbatch].pop(name, None)
 
-    def _wait_before(self, step: StepState, job: Job, microbatch: int) -> None:
+    def _wait_before(self, step: StepState, job: Job, stage: Stage, microbatch: int) -> None:
         """Until another worker has given a microbatch of the stage before to its device."""
-        self._wait_done(step, step.spec.schedule.before(job, microbatch), microbatch)
+        self._wait_done(step, step.spec.schedule.before(job, microbatch), stage, microbatch)
 
-    def _wait_done(self, step: StepState, job_index: int | None, microbatch: int) -> None:
+    def _wait_done(self, step: StepState, job_index: int | None, stage: Stage, microbatch: int) -> None:
+        while not step.is_done(job_index, microbatch) and stage.layers.bind_next():
+            pass
         self._meter.until("overhead")
         step.wait_done(job_index, microbatch, self._name)
         self._meter.until("no_work")
@@ -136,7 +138,7 @@ class MicrobatchRunner:
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         flow = step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
-            self._wait_done(step, step.spec.schedule.sharer(flow.last_source, microbatch), microbatch)
+            self._wait_done(step, step.spec.schedule.sharer(flow.last_source, microbatch), stage, microbatch)
         has_waited = False
         for number, segment in enumerate(filter(stage.has_backward, flow.segments)):
             if number:
@@ -149,7 +151,7 @@ class MicrobatchRunner:
                     recorded = stage.recompute(segment, carry, microbatch)
                 carry.clear()
                 if not has_waited:
-                    self._wait_before(step, job, microbatch)
+                    self._wait_before(step, job, stage, microbatch)
                     has_waited = True
                 incoming = self._upload_gradients(step, segment, microbatch)
                 with (
@@ -162,7 +164,7 @@ class MicrobatchRunner:
             self._download_gradients(step, gradients, microbatch)
             self._in_flight.release()
         if not has_waited:
-            self._wait_before(step, job, microbatch)
+            self._wait_before(step, job, stage, microbatch)
 
     # Transfers
 

@@ -32,6 +32,7 @@ from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_
 from roundpipe.runtime.engine.shared_glue import SharedGlue
 from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import Segment, StepSpec
+from roundpipe.runtime.engine.stage_layers import StageLayers
 from roundpipe.runtime.engine.step import Gradients
 from roundpipe.runtime.profiling.layer_times import Kind
 from roundpipe.runtime.weights.replica import BoundLayer
@@ -59,8 +60,7 @@ class Stage:
     name: str
     """For messages, such as ``B1[3:5]``."""
     backend: Backend
-    layers: Mapping[int, BoundLayer]
-    """By index."""
+    layers: StageLayers
     spec: StepSpec
     record: ForwardRecord
     weights: LossWeights

@@ -25,6 +25,7 @@ from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.stage import Stage
+from roundpipe.runtime.engine.stage_layers import StageLayers
 from roundpipe.runtime.engine.step import Cancelled, StepState
 from roundpipe.runtime.profiling.meter import HostLog, Meter, Recorder
 from roundpipe.runtime.threads import TaskThread
@@ -312,11 +313,9 @@ class Worker:
             # those of the round before are taken first, or they would be there beside this one's
             self._gates.gradients.wait(there, self.name, step.closings[1])
         visit.arrive()
-        with step.modules_lock:
-            visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
-        layers = dict(zip(job.layers, visit.layers, strict=True))
         shared = SharedValues(self.backend, step.spec.not_split, step.spec.flow_of(job).read_again)
+        layers = StageLayers(step, job, visit)
         return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn, shared)
 
     # Gradients of weights

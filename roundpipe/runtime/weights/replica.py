@@ -188,6 +188,8 @@ class BoundLayer:
         self.stay = stay or Stay.of(weights)
         self.module = replica.module
         self.habits = Habits()
+        self.is_bound = False
+        """Whether `bind` has come to its end; a visit whose step fails may end before."""
         self.parameters: list[tuple[Slot, nn.Parameter]] = []
         """Those that get gradients."""
         self._buffers: list[_Buffer] = []
@@ -215,6 +217,7 @@ class BoundLayer:
             twins = self._fill(attributes, tensor)
             if attributes[0].table == "_buffers":
                 self._buffers.append(_Buffer(attributes, twins, tensor, version_of(tensor)))
+        self.is_bound = True
 
     def _as_parameter(self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool) -> nn.Parameter:
         """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
@@ -282,6 +285,7 @@ class BoundLayer:
 
     def unbind(self) -> None:
         """Drop every reference to device memory, also if `bind` did not come to its end."""
+        self.is_bound = False
         for _, parameter in self.parameters:
             parameter.grad = None  # whoever still holds the parameter does not hold its gradient
         for tensors, name in self._bound:

@@ -9,7 +9,7 @@ A visit goes through these calls:
     call              does                              order on the device
     `Arena.begin`     uploads the weights               after the last reader of the same memory
     `Visit.arrive`    nothing more than order           COMPUTE after the upload
-    `Visit.ready`     binds the replicas' tensors
+    `Visit.bind`      binds a replica's tensors
     `Visit.release`   downloads gradients, unbinds      GRADIENTS after COMPUTE and DOWNLOAD
     `Arena.end`       notes the events of the readers
     `Download.settle` adds the gradients to the host parameters' ``.grad``
@@ -159,10 +159,9 @@ class Visit:
         self._backend.check_ready(self._copies)
         self._copies.clear()
 
-    def ready(self, with_gradients: bool, frozen: FrozenLayers | None = None) -> None:
-        """Bind the weights, behind `arrive`, to modules as they were when ``frozen``; None: as they are now."""
-        for layer, tensors in zip(self.layers, self._tensors, strict=True):
-            layer.bind(tensors, with_gradients, frozen)
+    def bind(self, position: int, with_gradients: bool, frozen: FrozenLayers | None = None) -> None:
+        """Bind one layer's weights, behind `arrive`, to its modules as they were when ``frozen``; None: as they are."""
+        self.layers[position].bind(self._tensors[position], with_gradients, frozen)
 
     def release(self, keep_buffers: bool, added: Collection[int] = ()) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
@@ -192,7 +191,7 @@ class Visit:
                     twin = self._residents.twins.get(slot.tensor)
                     gradient = copy(parameter.grad) if twin is None else parameter.grad
                     download.gradients.append((slot.tensor, slot.tensor if twin is None else twin.weights, gradient))
-            if keep_buffers:
+            if keep_buffers and layer.is_bound:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
                 download.dtypes += layer.converted_parameters()
