@@ -8,7 +8,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.runtime.engine import full_plans
+from roundpipe.runtime.engine import full_plans, plans_beside
 from roundpipe.runtime.optimizer import as_on_host, unasked
 from tests.runtime import test_twins, test_unasked
 from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, moved, optimizer_of, save_and_load, train_scaled, wrapped
@@ -182,6 +182,45 @@ def test_rounds_overlap_where_the_plan_that_streams_has_never_run():
         overlaps += [step() for _ in range(3)]
         assert 0 < number_there(piped) < 16
     assert overlaps[3] and not overlaps[4] and all(overlaps[5:]), overlaps
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_stages_beside_them_are_looked_at_again_once_steps_were_measured(accumulate, monkeypatch):
+    """The other ones are taken from an update on, and run with the same layers there."""
+    singles = ExecutePlan([(i, i + 1) for i in range(7)], (7, 8), [(i, i + 1) for i in reversed(range(7))])
+    real, asked = plans_beside.choose_plan, []
+
+    def choose(costs, **arguments):
+        is_again = bool(numbers) and numbers[-1][0] > 0  # layers live there
+        asked.append(is_again)
+        return singles if is_again else real(costs, **arguments)
+
+    def run(residency):
+        numbers.clear()
+        (model, piped), found = eight_layers(residency), []
+        with piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step in range(9):
+                for part in range(accumulate):
+                    x = batch(4, width=WIDTH, seed=2 * step + part)
+                    found.append(piped.forward_backward((x,), loss_fn=square_loss))
+                    numbers.append((number_there(piped), len(piped.report().stages)))
+                piped.step(lambda: (ours.step(), ours.zero_grad()))
+            piped.synchronize()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+        return dict(enumerate(found))
+
+    numbers = []
+    streamed = run("off")
+    monkeypatch.setattr(full_plans, "AUTO_GAIN", -1e9)
+    monkeypatch.setattr(plans_beside, "choose_plan", choose)
+    found = run("full")
+    assert_equal_bits(found, streamed)
+    there, stages = zip(*numbers, strict=True)
+    assert 0 < there[-1] < 16 and set(there) == {0, there[-1]}
+    changed = stages.index(15)
+    assert set(stages[changed:]) == {15} and 15 not in stages[:changed] and changed % accumulate == 0
+    assert asked.count(True) == 1
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -28,6 +28,8 @@ from roundpipe.runtime.engine.spec import Call
 logger = logging.getLogger(__name__)
 
 FULL = "full"
+MEASURED_BEFORE = 2
+"""Measured steps by such a plan before another look at its stages."""
 AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
 
@@ -37,6 +39,10 @@ class _FullPlan:
     found: PlanBeside | None = None
     """None: nothing fits, or it is slower."""
     is_proven: bool = False
+    looked_at: int = 0
+    """Measured steps when it was chosen."""
+    is_final: bool = False
+    """Whether it was looked at again since."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -64,6 +70,8 @@ class FullPlans:
         """That may stay, since a step with more ran out of memory; None: all."""
         self.is_over = False
         """Whether there was too little memory."""
+        self.may_look_again = False
+        """Whether an update has begun since the latest plan, so that the next one may be another."""
 
     def allow(self, may: Callable[[Call], bool], optimizer: OptimizerFacts) -> None:
         """``may``: whether a call's weights may live on the device."""
@@ -111,8 +119,35 @@ class FullPlans:
                 self._optimizer.end_measuring()
         if kept.found is None:
             return streamed
+        self._look_again(call, kept, streamed, budget_bytes, there)
         call.has_twins, self._has_all = True, len(kept.layers) == len(call.chain)
         return kept.found.plan
+
+    def _look_again(
+        self, call: Call, kept: _FullPlan, streamed: ExecutePlan, budget_bytes: int, there: frozenset[int]
+    ) -> None:
+        """Once its steps were measured, take other stages beside the same layers, if they are faster by enough."""
+        num_steps = self._costs.num_steps(call.chain, call.tiles)
+        is_free = not call.is_evaluation and call.config.execute_plan is None and len(kept.layers) < len(call.chain)
+        is_due = self.may_look_again and not kept.is_final and num_steps >= kept.looked_at + MEASURED_BEFORE
+        found = kept.found
+        if not (is_free and is_due and there and kept.is_proven) or found is None or self._optimizer is None:
+            return
+        kept.is_final = True
+        is_unasked = call.config.residency != FULL
+        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_unasked)
+        again, present_s = plans.of_those(there), plans.seconds(found)
+        if again is None or again.plan == found.plan or again.seconds > (1 - AUTO_GAIN) * present_s:
+            return
+        logger.info(
+            "new plan beside what lives on the device: %d stages instead of %d, predicted %.3g s per step instead of "
+            "%.3g s",
+            again.plan.num_stages,
+            found.plan.num_stages,
+            again.seconds,
+            present_s,
+        )
+        kept.found, kept.is_proven = again, False
 
     def _there(self, call: Call) -> frozenset[int]:
         """The parameters of a call's layers that live on the device, by their identities."""
@@ -137,6 +172,7 @@ class FullPlans:
         return self._kept.get(call.chain, {}).get(self._key(call))
 
     def _keep(self, call: Call, kept: _FullPlan) -> None:
+        kept.looked_at = self._costs.num_steps(call.chain, call.tiles)
         self._kept.setdefault(call.chain, {})[self._key(call)] = kept
 
     def _choose(

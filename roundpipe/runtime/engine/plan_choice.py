@@ -90,6 +90,7 @@ class PlanChooser:
 
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
+        self.full.may_look_again = self._may_replan
         return self.in_place_of(call, self.streaming(call))
 
     def in_place_of(self, call: Call, streamed: ExecutePlan) -> ExecutePlan:

@@ -26,7 +26,7 @@ from roundpipe.planning.residency import (
 )
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.runtime.engine.chain_record import Room
-from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.cost_model import CostModel, Prediction
 from roundpipe.runtime.engine.spec import Call
 
 EIGHTHS = range(8, 0, -1)
@@ -127,6 +127,12 @@ class PlansBeside:
             return None
         return self._of(layers)
 
+    def seconds(self, found: PlanBeside) -> float:
+        """What a plan takes that was found before, by what is known now."""
+        residency = found.residency
+        predict = self._prediction(residency, self._budget_bytes - residency.num_bytes)
+        return self._seconds(found.plan, predict, residency.streamed(self._costs))
+
     def of_some(self, most_layers: int | None) -> Iterator[PlanBeside]:
         """Some layers stay: as many as fit, but at most so many, and then fewer."""
         low, high = 0, len(self._trained) if most_layers is None else min(most_layers, len(self._trained))
@@ -177,15 +183,11 @@ class PlansBeside:
         return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
 
     def _plan(self, residency: Residency) -> PlanBeside | None:
-        call, links = self._call, self._model.links(self._call.chain, self._call.tiles)
+        call, links = self._call, self._links
         if self._is_unasked:
             residency = with_weights_home(residency, self._costs)
         there, left_bytes = residency.streamed(self._costs), self._budget_bytes - residency.num_bytes
-
-        def stays(schedule: Schedule, costs: StageCosts) -> Residency:
-            return choose_residency(schedule, costs, left_bytes + residency.num_bytes, residency)
-
-        predict = self._model.prediction(call, self._costs, links, stays)
+        predict = self._prediction(residency, left_bytes)
         plan: ExecutePlan | None = None
         if call.config.execute_plan is not None:
             plan = self._streamed if self._peak_bytes(there) <= left_bytes else None
@@ -196,11 +198,26 @@ class PlansBeside:
                 plan = None
         if plan is None:
             return None
-        number = call.num_microbatches
-        seconds = predict(plan) if predict else plan_seconds(plan, there, num_workers=1, num_microbatches=number)
-        room = self._room(plan, residency, left_bytes)
+        seconds, room = self._seconds(plan, predict, there), self._room(plan, residency, left_bytes)
         has_updates = predict is not None and self._model.chain_of(call) is not None
         return PlanBeside(plan, residency, room, seconds, has_updates)
+
+    @property
+    def _links(self) -> tuple[float, float]:
+        return self._model.links(self._call.chain, self._call.tiles)
+
+    def _prediction(self, residency: Residency, left_bytes: int) -> Prediction | None:
+        """Seconds per step of plans beside what stays, if the simulator is asked."""
+
+        def stays(schedule: Schedule, costs: StageCosts) -> Residency:
+            return choose_residency(schedule, costs, left_bytes + residency.num_bytes, residency)
+
+        return self._model.prediction(self._call, self._costs, self._links, stays)
+
+    def _seconds(self, plan: ExecutePlan, predict: Prediction | None, there: Sequence[LayerCost]) -> float:
+        if predict is not None:
+            return predict(plan)
+        return plan_seconds(plan, there, num_workers=1, num_microbatches=self._call.num_microbatches)
 
     def _room(self, plan: ExecutePlan, trained: Residency, left_bytes: int) -> Room:
         """What stays beside a plan in all, and what is left."""
