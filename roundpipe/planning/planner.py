@@ -1,6 +1,6 @@
 """Chooses the forward, fused and backward ranges of a model.
 
-The planner minimises the seconds per step in steady state (`stage_costs.step_seconds`) under a budget of
+The planner minimises the seconds per step in steady state (`step_times.step_seconds`) under a budget of
 device memory. A longer fused tail lowers the total work, because it recomputes nothing, until memory or
 the balance of the rotation forbids it.
 

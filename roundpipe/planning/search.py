@@ -27,8 +27,8 @@ from roundpipe.planning.stage_costs import (
     StageCosts,
     StagePhase,
     peak_bytes,
-    step_seconds,
 )
+from roundpipe.planning.step_times import step_seconds
 
 _SEARCH_OPS = 5_000_000
 """Effort of one search at most; an op takes about 0.1 microseconds."""

@@ -3,7 +3,7 @@
 Left out: the cost of starting anything but a stage's visit, the allocator, and values that skip stages beyond what
 ``carry_bytes`` counts.
 
-Invariant: with links that take no time and no optimizer, a step takes what `stage_costs.step_seconds` says.
+Invariant: with links that take no time and no optimizer, a step takes what `step_times.step_seconds` says.
 """
 
 from __future__ import annotations

@@ -1,26 +1,22 @@
 """What stages and plans cost in seconds and device memory: the arithmetic behind plans and predictions.
 
-Times follow the rotation's recurrence: op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job
-K - N; the recomputation in a backward op does not wait for the incoming gradient; a step starts
-when the losses of the one before are known. Transfers are left out here; the simulator has them.
-
-Invariant: `step_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
+Times follow the rotation's recurrence (`step_times.py`). Transfers are left out here; the simulator has them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, repeat
-from math import inf
 from operator import add, sub
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule
 from roundpipe.planning.carried import Carried, CarriedValues, RecomputeGrain
+from roundpipe.planning.step_times import step_seconds
 from roundpipe.reports.memory import DeviceMemory
 
 StagePhase = Literal["F", "U", "B"]
@@ -33,10 +29,6 @@ EXCESS: dict[StagePhase, str] = {
 """Where a layer's cost has what was measured of such ranges."""
 WEIGHTS_SHARE = 0.9
 """Share of a device's budget that weights and gradients may take; the rest is for activations."""
-_EQUAL = 1e-9
-"""Relative difference below which two states of the recurrence count as one."""
-_NO_LINES: tuple[Any, ...] = (inf, -inf, -inf, ())
-"""The bottom of a stack of lines: steeper than any."""
 
 
 class StageCost(NamedTuple):
@@ -79,9 +71,12 @@ class StageCosts:
         self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
         kept = (cost.activation_bytes - cost.released_bytes for cost in costs)
         self._kept_bytes = list(accumulate(kept, initial=0))
-        befores = zip(self._kept_bytes[:-1], costs, strict=True)
+        befores = list(zip(self._kept_bytes[:-1], costs, strict=True))
         self._peaks = _RangeMaximum([before + cost.training_bytes for before, cost in befores])
         """What all layers before one keep, and what that one needs."""
+        self._first_peaks = self._without_gradients(before + cost.training_bytes for before, cost in befores)
+        self._first_layer_peaks = self._without_gradients(cost.training_bytes for cost in costs)
+        """The same, and of layers one by one, less the gradients of all layers up to the one before."""
         self._forward_peaks = _RangeMaximum(
             [cost.workspace_bytes + self._values.before(index) for index, cost in enumerate(costs)]
         )
@@ -113,9 +108,26 @@ class StageCosts:
         peak_bytes = self._peaks.of(start, stop) - self._kept_bytes[start]
         if phase == "U":
             return peak_bytes
-        # recomputation ends with all results there, and the gradients of what the range makes come up
-        made_bytes = self._values.made(start, stop)
-        return max(peak_bytes, self._activation_bytes[stop] - self._activation_bytes[start] + made_bytes)
+        return max(peak_bytes, self._recomputed_bytes(start, stop))
+
+    def _first_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """What the layers keep and need in a visit's first run, with the gradients that are there by then.
+
+        Those of a layer come once the layers behind it are done.
+        """
+        if phase == "F":
+            return self._layers_bytes(phase, start, stop)
+        if phase == "B" and self.grain == "layer":
+            return self._first_layer_peaks.of(start, stop) + self._gradient_bytes[stop]
+        peak_bytes = self._first_peaks.of(start, stop) - self._kept_bytes[start] + self._gradient_bytes[stop]
+        return peak_bytes if phase == "U" else max(peak_bytes, self._recomputed_bytes(start, stop))
+
+    def _without_gradients(self, peaks: Iterable[int]) -> _RangeMaximum:
+        return _RangeMaximum([*map(sub, peaks, self._gradient_bytes)])
+
+    def _recomputed_bytes(self, start: int, stop: int) -> int:
+        """At the end of recomputation: all results are there, and the gradients of what the range makes come up."""
+        return self._activation_bytes[stop] - self._activation_bytes[start] + self._values.made(start, stop)
 
     def _forward_peak(self, stage_start: int, start: int, stop: int) -> int:
         """Of layers without autograd; what comes up for the first one of a stage is counted by itself."""
@@ -165,12 +177,16 @@ class StageCosts:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
         carried, excess_bytes = self._carried(phase, start, stop, cuts), self.excess_bytes(phase, start, stop)
-        layers_bytes = self._layers_bytes(phase, start, stop)
+        gradient_bytes = self.gradient_bytes(phase, start, stop)
+        if self.is_alone:  # the first run is the only one
+            layers_bytes = self._first_bytes(phase, start, stop) - gradient_bytes
+        else:
+            layers_bytes = self._layers_bytes(phase, start, stop)
         cost = self._known[phase, start, stop, cuts] = StageCost(
             seconds=forward_s + backward_s,
             early_s=forward_s if phase == "B" else 0.0,
             weight_bytes=self.weight_bytes(start, stop),
-            gradient_bytes=self.gradient_bytes(phase, start, stop),
+            gradient_bytes=gradient_bytes,
             working_bytes=layers_bytes + carried.present + carried.held + excess_bytes,
             excess_bytes=excess_bytes,
             carried=carried,
@@ -249,102 +265,6 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     turn = len(stages) - num_workers % len(stages)
     beside = map(beside_bytes, stages, (*stages[turn:], *stages[:turn]))
     return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, beside), working))
-
-
-def step_seconds(
-    stages: Sequence[StageCost],
-    num_forward: int,
-    num_workers: int,
-    num_microbatches: int,
-    replicas: Sequence[int] | None = None,
-    limit_s: float = inf,
-) -> float:
-    """Seconds per step in steady state, transfers left out.
-
-    The workers are alike, so with their free times listed from the next job's worker on, every step is the
-    same map of those times, and a monotone one: when all of them gained the same over some steps, that is
-    the steady state, and the least gain is a lower bound before.
-
-    Args:
-        stages: of a step, in order.
-        num_forward: how many of them are forward stages; the fused one is next.
-        num_workers: workers in the rotation.
-        num_microbatches: microbatches of every job.
-        replicas: per stage, how many consecutive slots share its microbatches (microbatch m on
-            replica m mod r); None = one each.
-        limit_s: what is of interest; above it the result may be any lower bound that is also above it.
-    """
-    if replicas is None:
-        run = partial(_run_step, [(stage.seconds, stage.early_s, stage.seconds - stage.early_s) for stage in stages])
-    else:
-        run = partial(_run_replicated_step, list(zip(stages, replicas, strict=True)))
-    state = [0.0] * (num_workers + 1)
-    states = [state]
-    for _ in range(max(24, 3 * num_workers)):
-        state = run(num_forward, num_microbatches, state)
-        for age, old in enumerate(reversed(states), 1):
-            gains = [*map(sub, state, old)]
-            slowest, fastest = min(gains), max(gains)
-            if fastest - slowest <= _EQUAL * fastest:
-                return fastest / age
-            if slowest > limit_s * age:
-                return slowest / age
-        states.append(state)
-    return (max(states[-1]) - max(states[-1 - num_workers])) / num_workers
-
-
-def _run_step(
-    times: Sequence[tuple[float, float, float]], num_forward: int, num_microbatches: int, state: Sequence[float]
-) -> list[float]:
-    """Runs one step from a state to the next: when the losses are known, and when each worker is free.
-
-    The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
-    time and makes one line of the others. So a job costs the same however many microbatches there are. The
-    lines are a stack, the least steep on top: how steep it is, where it begins, the end of the last microbatch by
-    it and those below, and these; all less ``shift``. ``times`` are a stage's seconds, the early part, and the rest.
-    """
-    repeats, shift = num_microbatches - 1, 0.0
-    ends = list(state[1:])
-    add_end, num_workers = ends.append, len(ends)
-    slope, head, end, below = 0.0, state[0], state[0], _NO_LINES
-    # Job K runs where job K - N ran: the list grows by the end of each job while the ends of earlier ones are read.
-    for (seconds, early_s, late_s), free in zip(times, ends, strict=False):
-        begin = free + early_s - shift
-        while slope <= seconds:
-            if head > begin:
-                begin = head
-            slope, head, end, below = below
-        below = (slope, head, end, below)
-        slope, head = seconds, begin
-        begin += repeats * seconds
-        if begin > end:
-            end = begin
-        shift += late_s
-        add_end(end + shift)
-    return [ends[num_workers + num_forward], *ends[-num_workers:]]
-
-
-def _run_replicated_step(
-    stages: Sequence[tuple[StageCost, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
-) -> list[float]:
-    """The same, op by op, where stages have replicas."""
-    previous, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
-    slot, num_workers = 0, len(free)
-    for position, (stage, count) in enumerate(stages):
-        early_s, late_s = stage.early_s, stage.seconds - stage.early_s
-        ends = [0.0] * num_microbatches
-        for replica in range(count):
-            end = free[slot]
-            for microbatch in range(replica, num_microbatches, count):
-                begin, input_s = end + early_s, previous[microbatch]
-                end = (begin if begin > input_s else input_s) + late_s
-                ends[microbatch] = end
-            free[slot] = end
-            slot = (slot + 1) % num_workers
-        if position == num_forward:
-            losses_known = max(ends)
-        previous = ends
-    return [losses_known, *free[slot:], *free[:slot]]
 
 
 def training_jobs(plan: ExecutePlan, costs: StageCosts, most_replicas: int) -> list[StageCost]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning import stage_costs
+from roundpipe.planning import stage_costs, step_times
 
 PUBLISHED: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "published_layer_times.json").read_text()
@@ -179,6 +179,6 @@ def brute_force_s(
     for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
         if bound_s > best_s:
             break
-        value = stage_costs.step_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
+        value = step_times.step_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
         best_s = min(best_s, value)
     return best_s

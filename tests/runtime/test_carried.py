@@ -104,11 +104,11 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried, "AHEAD_BYTES", 0)
 
 
-def train(plan: ExecutePlan, saves: bool, grain: Any = "stage") -> None:
+def train(plan: ExecutePlan, saves: bool, grain: Any = "stage", num_microbatches: int = NUM_MICROBATCHES) -> None:
     model = nn.Sequential(*[Part(saves) for _ in range(8)])
-    batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH)
+    batch = torch.randn(num_microbatches * ROWS, WIDTH)
     run = RoundPipeRunConfig(
-        num_microbatch=NUM_MICROBATCHES, recompute_grain=grain, execute_plan=plan, tiles="off", residency="off"
+        num_microbatch=num_microbatches, recompute_grain=grain, execute_plan=plan, tiles="off", residency="off"
     )
     with roundpipe.compile(model, example_args=(batch[:ROWS],), devices=[Device("cpu", 10**9)]) as pipe:
         assert len(pipe._runner.source.latest) == 8  # a plan needs the number
@@ -208,6 +208,19 @@ def test_it_takes_no_more_where_copies_are_late(visits: list[list[MeasuredVisit]
     assert [missing_values(each) for each in visits[:1]] == [[0.0] * (plan.num_stages - 1) + [-1.0]]
     for later in visits[1:]:
         assert [visit.measured_bytes for visit in later] == [visit.measured_bytes for visit in visits[0]]
+
+
+@pytest.mark.parametrize(("grain", "most_values"), [("stage", 3.5), ("layer", 6.5)])
+@pytest.mark.parametrize("plan", [FINE, COARSE])
+def test_the_only_microbatch_takes_what_is_predicted(
+    visits: list[list[MeasuredVisit]], plan: ExecutePlan, grain: str, most_values: float
+) -> None:
+    """Gradients of the layers behind the peak are there, none of those in front; its own count as if they were.
+
+    Of layers one by one, values of all of a stage count beside any.
+    """
+    train(plan, saves=True, grain=grain, num_microbatches=1)
+    assert all(-most_values <= number <= 0 for number in missing_values(visits[0]))
 
 
 @pytest.mark.parametrize("most_values", [1000, 2])
