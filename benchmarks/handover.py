@@ -86,19 +86,24 @@ def measure(way: str, options: argparse.Namespace) -> Run:
 
 
 def read(timeline: Timeline, num_workers: int, predicted_s: float | None) -> Run:
-    """What a timeline of some steps shows; the first is left out."""
+    """What a timeline of some steps shows; the first is left out.
+
+    Seconds are those between the beginnings of rounds, so that there are as many updates and exchanges as steps.
+    """
     rounds = rounds_of(timeline)[1:]
     starts, ends = zip(*rounds, strict=True)
-    total_s = ends[-1] - starts[0]
+    num_steps, total_s = len(rounds) - 1, starts[-1] - starts[0]
     exposed_s = sum(max(start - end, 0.0) for start, end in zip(starts[1:], ends, strict=False))
-    within = timeline.between(starts[0], ends[-1])
-    waits_s = sum(span.seconds for span in within.spans if span.args.get("cause") == "optimizer")
-    optimizer_s = defaultdict(float)
-    for span in within.spans:
+    waits_s = 0.0
+    optimizer_s: defaultdict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        seconds = max(min(span.end_s, starts[-1]) - max(span.start_s, starts[0]), 0.0)
         if span.device == OPTIMIZER:
-            optimizer_s[span.lane] += span.seconds / len(rounds)
+            optimizer_s[span.lane] += seconds / num_steps
+        elif span.args.get("cause") == "optimizer":
+            waits_s += seconds
     return Run(
-        step_s=(starts[-1] - starts[0]) / (len(rounds) - 1),
+        step_s=total_s / num_steps,
         exposed=exposed_s / total_s,
         optimizer=waits_s / total_s / num_workers,
         update_s=optimizer_s["update"],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.reports.timeline import Span, Timeline
+from roundpipe.reports.timeline import OPTIMIZER, Span, Timeline
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -199,6 +199,24 @@ def test_rounds_are_told_apart_whatever_their_plans() -> None:
     timeline = Timeline([*under_way, *spans])
     assert handover.rounds_of(timeline) == [(2.0, 11.0), (12.0, 15.0), (16.0, 19.0)]
     assert handover.read(timeline, 1, None).step_s == 4.0
+
+
+@pytest.mark.parametrize("begins_s", [0.0, 2.5])
+def test_a_step_has_one_update_however_many_are_seen(begins_s: float) -> None:
+    """In part or whole, at any time of a round: here each takes 6 s, its exchange 2 s, and a step 8 s."""
+    handover = importlib.import_module("handover")
+    spans = []
+    for number in range(6):
+        step_s = 8.0 * number
+        args = {"layers": [0, 1], "job": number, "microbatch": 0, "part": "fused"}
+        spans.append(Span("cpu (worker 0)", "compute", "U m0", step_s + 2.0, step_s + 8.0, args))
+        wait = Span("cpu (worker 0)", "waits", "optimizer", step_s + 1.0, step_s + 2.0, {"cause": "optimizer"})
+        exchanged_s = step_s + begins_s + 2.0
+        exchange = Span(OPTIMIZER, "hand-over", "exchange", step_s + begins_s, exchanged_s, {})
+        spans += [wait, exchange, Span(OPTIMIZER, "update", "step_fn", exchanged_s, exchanged_s + 6.0, {})]
+    found = handover.read(Timeline(spans), 1, None)
+    assert (found.step_s, found.update_s, found.hand_over_s) == (8.0, 6.0, 2.0)
+    assert (found.exposed, found.optimizer) == (2 / 8, 1 / 8)
 
 
 def test_a_way_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
