@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -278,9 +279,10 @@ class Worker:
         return step.is_done(before, task.microbatch)
 
     def _prefetch(self, step: StepState, job: Job) -> None:
-        layers = [self._bound(step, index) for index in job.layers]
+        busy = {id(layer.replica) for opened in self._open.values() for layer in opened.visit.layers}
+        layers = [self._bound(step, index, busy) for index in job.layers]
         gate, closings = self._gates.weights, step.closings[0]
-        for layer in layers:
+        for layer in () if gate.is_all_open else layers:
             if not gate.is_open(parameters := layer.weights.parameters(), closings):
                 self.meter.until("overhead")
                 gate.wait(parameters, self.name, closings)
@@ -291,13 +293,12 @@ class Worker:
         self._open[job.index] = _OpenVisit(job, visit, side)
         step.begin_upload(job.index, visit.uploaded)
 
-    def _bound(self, step: StepState, index: int) -> BoundLayer:
-        """A layer with a replica that no open visit uses."""
+    def _bound(self, step: StepState, index: int, busy: Container[int]) -> BoundLayer:
+        """A layer with a replica that is not ``busy``, by identity: that no open visit uses."""
         layer, weights = step.spec.chain[index], step.spec.weights[index]
         known = self._replicas.get(id(layer))
         if known is None or known[0] is not weights:
             known = self._replicas[id(layer)] = (weights, [])
-        busy = {id(bound.replica) for opened in self._open.values() for bound in opened.visit.layers}
         replica = next((replica for replica in known[1] if id(replica) not in busy), None)
         if replica is None:
             weights.check_structure()

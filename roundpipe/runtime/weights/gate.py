@@ -46,6 +46,11 @@ class Gate:
                 self._closed.pop(parameter, None)
             self._board.notify()
 
+    @property
+    def is_all_open(self) -> bool:
+        """Whether nobody has to wait for any parameter."""
+        return not self._closed
+
     def is_open(self, parameters: Iterable[torch.Tensor], closings: int | None = None) -> bool:
         """Whether `wait` would return at once."""
         last = self.closings if closings is None else closings

@@ -22,6 +22,10 @@ _UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
 """What Python code calls or reads to write a tensor without a change of its version."""
 
 
+Views = dict[int, torch.Tensor]
+"""Of device memory, by the slots that lie there."""
+
+
 @dataclass(slots=True)
 class Habits:
     """What a layer's forward does, as far as it was seen; None: not known yet."""
@@ -198,12 +202,14 @@ class LayerWeights:
         return sum(aligned(self.slots[index].num_bytes) for index in indexes)
 
     def upload(
-        self, backend: Backend, region: torch.Tensor, indexes: Sequence[int]
+        self, backend: Backend, region: torch.Tensor, indexes: Sequence[int], known: Views | None = None
     ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
         """Copy slots into a device region, one after the other; returns them (None: gone), and all copies.
 
-        What can't lie in the region has memory of its own.
+        What can't lie in the region has memory of its own. ``known`` are views of the same region that were made at an
+        earlier time, to be taken and added to.
         """
+        views = {} if known is None else known
         pieces, apart = self.pieces(indexes)
         copies = [
             backend.upload(bank[start : start + size], region[to : to + size], Lane.WEIGHTS)
@@ -212,7 +218,7 @@ class LayerWeights:
         found: dict[int, torch.Tensor | None] = {}
         for index, offset in zip(indexes, self._offsets(indexes), strict=True):
             slot = self.slots[index]
-            if slot.is_loose or not slot.fits:  # a buffer may get another shape while a step runs
+            if slot.is_loose or (index in apart and not slot.fits):  # a buffer may get another shape while a step runs
                 found[index] = tensor = slot.tensor if slot.is_parameter else slot.current
                 if tensor is not None:
                     copies.append(backend.upload(tensor, lane=Lane.WEIGHTS))
@@ -223,7 +229,11 @@ class LayerWeights:
                 copies += [
                     backend.upload(part.detach(), span.view(region, offset), Lane.WEIGHTS) for span, part in parts
                 ]
-            found[index] = slot.view(region, offset)
+            found[index] = view = views[index] if index in views else slot.view(region, offset)
+            if (
+                slot.is_parameter and slot.is_plain
+            ):  # a module gets a buffer's view itself, and may do with it as it likes
+                views[index] = view
         return found, copies
 
     def _offsets(self, indexes: Iterable[int]) -> Iterator[int]:

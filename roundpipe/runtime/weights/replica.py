@@ -277,10 +277,10 @@ class BoundLayer:
     def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Parameters of the original tree that the forward gave another dtype, and that dtype."""
         for slot in self.weights.slots:
-            if slot.is_parameter and not slot.is_loose and slot.fits:
+            if slot.is_parameter and not slot.is_loose:
                 module, _, name = slot.attributes[0]
                 parameter = self.replica.twin(module)._parameters[name]
-                if parameter is not None and parameter.dtype != slot.dtype:
+                if parameter is not None and parameter.dtype != slot.dtype and slot.fits:
                     yield slot.tensor, parameter.dtype
 
     def unbind(self) -> None:

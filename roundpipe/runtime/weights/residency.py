@@ -29,6 +29,7 @@ from torch import nn
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert
+from roundpipe.runtime.weights.layer_weights import LayerWeights, Views
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
 from roundpipe.runtime.weights.slots import ALIGNMENT, Attribute, aligned
@@ -105,6 +106,7 @@ class Visit:
         step: int,
         there: Sequence[ResidentPart] = (),
         with_samples: bool = False,
+        known: _KnownViews | None = None,
     ) -> None:
         self._backend = backend
         self.memory = [region]
@@ -127,8 +129,9 @@ class Visit:
             copies: list[torch.Tensor] = []
             if not there:
                 part_of = region[offset : offset + stay.streamed_bytes]
+                views = None if known is None else known.at(int(part_of.storage_offset()), weights, stay.streamed)
                 part, copies = ResidentPart.upload(
-                    backend, weights, stay.streamed, part_of, step, with_samples=with_samples
+                    backend, weights, stay.streamed, part_of, step, with_samples=with_samples, views=views
                 )
                 self.streamed.append(part)
             part = self.streamed[position]
@@ -221,6 +224,30 @@ class Visit:
                 rest.callback(layer.unbind)
 
 
+class _KnownViews:
+    """Views of an arena's memory that visits have made, for those that bring the same to the same place.
+
+    Steps of one plan do, again and again.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[int, LayerWeights, tuple[int, ...]], Views] = {}
+        self._sizes: Sequence[int] = ()
+
+    def at(self, start: int, weights: LayerWeights, indexes: tuple[int, ...]) -> Views:
+        """Those of slots of a layer that lie one after the other."""
+        return self._views.setdefault((start, weights, indexes), {})
+
+    def keep_for(self, sizes_bytes: Sequence[int]) -> None:
+        """Visits of these sizes follow: what others have made will hardly serve."""
+        if sizes_bytes != self._sizes:
+            self._views.clear()
+            self._sizes = sizes_bytes
+
+    def clear(self) -> None:
+        self._views.clear()
+
+
 @dataclass(slots=True)
 class _Content:
     """What a visit has brought to one side of an arena."""
@@ -257,6 +284,7 @@ class Arena:
         self._latest = 1
         """The side of the visit that was begun last."""
         self._there: list[_Content | None] = [None, None]
+        self._known = _KnownViews()
         self._lacked_samples = False
         """Whether a visit that was begun would have taken what is there, but for samples."""
         self._takes_samples = False
@@ -277,6 +305,7 @@ class Arena:
 
         What was made for larger ones before is kept, as far as there are ``spare_bytes``; None: in any case.
         """
+        self._known.keep_for([*sizes_bytes])
         surplus_bytes = -1 if self._buffer is None else self._buffer.numel() - self.room(sizes_bytes)
         if surplus_bytes < 0 or self._buffer is None or (spare_bytes is not None and surplus_bytes > spare_bytes):
             if self._buffer is not None:
@@ -314,6 +343,7 @@ class Arena:
     def forget_visits(self) -> None:
         """Let no visit take what one before has brought."""
         self._there = [None, None]
+        self._known.clear()
 
     def begin(self, layers: list[BoundLayer], step: int = 0) -> tuple[Visit, int]:
         """Start uploading a visit's weights in a step; returns it and the side of the arena it lies at."""
@@ -331,7 +361,9 @@ class Arena:
         for event in self._readers[side]:
             self._backend.wait(Lane.WEIGHTS, event)
         region = self._buffer.data[start : start + num_bytes]
-        visit = Visit(self._backend, region, layers, self.residents, step, with_samples=self._takes_samples)
+        visit = Visit(
+            self._backend, region, layers, self.residents, step, with_samples=self._takes_samples, known=self._known
+        )
         if not any(layer.weights.has_loose for layer in layers):  # whose memory would not be given back
             self._there[side] = _Content(start, region, visit.streamed, self._takes_samples, self._lacked_samples)
         return visit, side

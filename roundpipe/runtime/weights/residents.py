@@ -19,7 +19,7 @@ from torch import nn
 from roundpipe.core.storages import stored_tensors
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
-from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.layer_weights import LayerWeights, Views
 from roundpipe.runtime.weights.slots import version_of
 from roundpipe.runtime.weights.twins import Twins
 
@@ -73,12 +73,16 @@ class ResidentPart:
         step: int,
         *,
         with_samples: bool,
+        views: Views | None = None,
     ) -> tuple[Self, list[torch.Tensor]]:
-        """Slots of a layer, brought into some memory in a step; and the copies that were made."""
+        """Slots of a layer, brought into some memory in a step; and the copies that were made.
+
+        ``views`` are those of earlier times into this memory.
+        """
         tensors = (weights.slots[index].current for index in indexes)
         stored = (part for each in tensors if each is not None for part in stored_tensors(each) or [each])
         prints = [Fingerprint.of(part, with_sample=with_samples) for part in stored]
-        found, copies = weights.upload(backend, memory, indexes)
+        found, copies = weights.upload(backend, memory, indexes, views)
         on_device = [found[index] for index in indexes]
         versions = [*map(version_of, on_device)]
         return cls(_key(weights, indexes), memory, prints, on_device, versions, step), copies
