@@ -70,7 +70,8 @@ class LayerWeights:
         empty = [attribute for attribute in attributes_of(layer) if attribute.get() is None]
         self.empty_buffers = [attribute for attribute in empty if attribute.table == "_buffers"]
         self._empty_parameters = [attribute for attribute in empty if attribute.table == "_parameters"]
-        self._structure = Structure(layer.modules())
+        self.modules = list(layer.modules())
+        self._structure = Structure(self.modules)
         self._habits: defaultdict[tuple[bool, ...], Habits] = defaultdict(Habits)
         """By which of its modules are in training mode."""
 
@@ -81,7 +82,7 @@ class LayerWeights:
 
     @functools.cached_property
     def _writers(self) -> list[nn.Module]:
-        return [module for module in self.layer.modules() if _has_statistics(module) or _writes_data(type(module))]
+        return [module for module in self.modules if _has_statistics(module) or _writes_data(type(module))]
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
@@ -154,23 +155,23 @@ class LayerWeights:
 
     def may_have_side_effects(self) -> bool:
         """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
-        return self.habits_of(self.layer).has_side_effects is not False
+        return self.habits_of(self.modules).has_side_effects is not False
 
     def recomputation_inputs(self) -> Iterator[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]]:
         """What a recomputation takes as it is by then: names, tensors, and a getter of the tensor of that time.
 
         Buffers of a layer that writes them are not among it: each of its forwards keeps what it saw.
         """
-        saves_buffers = self.habits_of(self.layer).writes_buffers is not False
+        saves_buffers = self.habits_of(self.modules).writes_buffers is not False
         names = {id(tensor): name for name, tensor in (*self.layer.named_buffers(), *self.layer.named_parameters())}
         for slot in self.slots:
             tensor = slot.current
             if tensor is not None and is_plain(tensor) and (slot.is_parameter or not saves_buffers):
                 yield names[id(tensor)], tensor, slot.attributes[0].get
 
-    def habits_of(self, layer: nn.Module) -> Habits:
-        """The habits of the layer, or a replica of it, in the modes in which its modules are now."""
-        return self._habits[tuple(module.training for module in layer.modules())]
+    def habits_of(self, modules: Iterable[nn.Module]) -> Habits:
+        """The habits of the layer in the modes that these have: its `modules`, or their counterparts in a replica."""
+        return self._habits[tuple([module.training for module in modules])]
 
     def frozen_slots(self) -> tuple[int, ...]:
         """What keeps its values from round to round: weights that are not trained, buffers that no forward writes."""
@@ -190,7 +191,7 @@ class LayerWeights:
 
     def steady_slots(self) -> list[int]:
         """What has the host's values still after a visit, and lies in one piece of memory with the rest."""
-        writes_buffers = self.habits_of(self.layer).writes_buffers is not False or self.may_write_unseen
+        writes_buffers = self.habits_of(self.modules).writes_buffers is not False or self.may_write_unseen
         return [
             index
             for index, slot in enumerate(self.slots)

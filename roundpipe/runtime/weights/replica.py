@@ -210,7 +210,7 @@ class BoundLayer:
         self.replica.refresh(
             {id(slot.tensor): tensor for slot, tensor in bound if tensor is not None and slot.fits}, frozen
         )
-        self.habits = self.weights.habits_of(self.replica.module)
+        self.habits = self.weights.habits_of(map(self.replica.twin, self.weights.modules))
         filled = [(slot.attributes, tensor) for slot, tensor in bound]
         filled += [([attribute], None) for attribute in self.weights.empty_buffers]
         for attributes, tensor in filled:
