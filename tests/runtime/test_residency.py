@@ -5,6 +5,7 @@ import mmap
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -223,6 +224,28 @@ def test_an_arena_grows_and_is_reused():
     # as above
     assert arena._buffer is not first and arena._buffer.numel() == 1024 + 64
     assert target.ledger.total_bytes == 1088
+
+
+def test_visits_at_the_same_place_have_their_own_values_and_keep_no_memory():
+    target, (host, _) = backend(), host_of()
+    arena, layer = Arena(target), nn.Linear(8, 8, bias=False)
+    arena.reserve([256])
+    memory = weakref.ref(arena._buffer.untyped_storage())  # nothing else tells whether it is gone
+    for value in (1.0, 2.0, 3.0):
+        torch.nn.init.constant_(layer.weight, value)
+        visit, side = arena.begin([bound(host, target, layer)])
+        visit.arrive()
+        visit.bind(0, with_gradients=True)
+        weight = visit.layers[0].module.weight
+        assert torch.equal(weight, layer.weight) and weight.grad is None
+        weight.sum().backward()
+        with torch.no_grad():
+            weight.add_(1)  # as a forward may
+        arena.end(side, visit.release(keep_buffers=False)[1])
+    del visit, weight
+    arena.reserve([1024])
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
