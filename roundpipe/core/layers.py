@@ -99,6 +99,8 @@ class LayerCost:
     """Bytes of the values live at the cut behind it."""
     input_bytes: int = 0
     """Of the first layer: bytes of the values in front of it; 0: not known, taken to be as many as behind it."""
+    label_bytes: int = 0
+    """Of the last layer: bytes that come up for the loss behind it."""
     made_bytes: int = 0
     """Of `carry_bytes`, those of values that it makes; 0: not known, taken to be all of them."""
     released_bytes: int = 0
@@ -129,6 +131,7 @@ class LayerCost:
             workspace_bytes=other.workspace_bytes,
             carry_bytes=other.carry_bytes,
             input_bytes=other.input_bytes,
+            label_bytes=other.label_bytes,
             made_bytes=other.made_bytes,
             released_bytes=other.released_bytes,
             temporary_bytes=other.temporary_bytes,
@@ -152,6 +155,7 @@ class LayerCost:
             workspace_bytes=round(self.workspace_bytes * factor),
             carry_bytes=round(self.carry_bytes * factor),
             input_bytes=round(self.input_bytes * factor),
+            label_bytes=round(self.label_bytes * factor),
             made_bytes=round(self.made_bytes * factor),
             released_bytes=round(self.released_bytes * factor),
             temporary_bytes=round(self.temporary_bytes * factor),

@@ -52,6 +52,7 @@ class CarriedValues:
     def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain, *, is_alone: bool) -> None:
         self._carry_bytes = [cost.carry_bytes for cost in costs]
         self._input_bytes = costs[0].input_bytes or costs[0].carry_bytes
+        self._label_bytes = costs[-1].label_bytes
         self._made_bytes = list(accumulate((cost.made_bytes or cost.carry_bytes for cost in costs), initial=0))
         self._grain = grain
         self._is_alone = is_alone
@@ -66,6 +67,10 @@ class CarriedValues:
     def made(self, start: int, stop: int) -> int:
         """What a range makes for the layers behind it."""
         return min(self._carry_bytes[stop - 1], self._made_bytes[stop] - self._made_bytes[start])
+
+    def _label(self, stop: int) -> int:
+        """What comes up for the loss, of a range that ends with it."""
+        return self._label_bytes if stop == len(self._carry_bytes) else 0
 
     def gradients(self, start: int) -> int:
         """What goes down of a backward: nothing for the model's inputs."""
@@ -87,7 +92,7 @@ class CarriedValues:
             if leaving and leaving + num_bytes > LARGE_BYTES:
                 leaving, has_waited = 0, True
             leaving, made_since = leaving + num_bytes, cut
-        found = self._of_runs(self.before(start), leaving)
+        found = self._of_runs(self.before(start) + self._label(stop), leaving)
         present_bytes = max(num_bytes for num_bytes, _ in parts)
         # what was waited for is gone, and with it all that was held
         most_bytes = max(num_bytes + (0 if is_over else found.held) for num_bytes, is_over in parts)
@@ -96,7 +101,7 @@ class CarriedValues:
         )
 
     def fused(self, start: int) -> Carried:
-        return self._of_runs(self.before(start), self.gradients(start))
+        return self._of_runs(self.before(start) + self._label_bytes, self.gradients(start))
 
     def backward(self, start: int, stop: int) -> Carried:
         if self._grain == "stage":

@@ -223,6 +223,18 @@ def test_the_only_microbatch_takes_what_is_predicted(
     assert all(-most_values <= number <= 0 for number in missing_values(visits[0]))
 
 
+def test_labels_and_losses_are_counted(visits: list[list[MeasuredVisit]]) -> None:
+    """Labels come up as values do; the kernel of this loss makes its scalar in memory as large as the outputs."""
+    model = nn.Sequential(*[Part() for _ in range(4)])
+    batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH)
+    run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES, tiles="off", residency="off")
+    with roundpipe.compile(model, example_args=(batch[:ROWS],), devices=[Device("cpu", 10**9)]) as pipe:
+        pipe.forward_backward((batch,), label=batch.clone(), loss_fn=nn.functional.mse_loss, run_config=run)
+        pipe.synchronize()
+        pipe.report()
+    assert missing_values(visits[0]) == [0.0]
+
+
 @pytest.mark.parametrize("most_values", [1000, 2])
 def test_layers_recomputed_one_by_one_take_no_more_than_is_predicted(
     visits: list[list[MeasuredVisit]], monkeypatch: pytest.MonkeyPatch, most_values: int

@@ -146,6 +146,8 @@ class _ChainRun:
                 memory, cost = _with_guessed_loss(memory, carry_bytes), replace(cost, has_loss=True)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
         costs = [replace(cost, released_bytes=each) for cost, each in zip(costs, _released(runs), strict=True)]
+        if loss is not None:
+            costs[-1] = replace(costs[-1], label_bytes=_bytes_of({"label": loss.label}))
         return [self._with_glue(cost) for cost in (replace(costs[0], input_bytes=input_bytes), *costs[1:])]
 
     def _given(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> Carry:

@@ -28,6 +28,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import LossError
 from roundpipe.core.layers import OwnKind
+from roundpipe.core.storages import is_plain
 from roundpipe.core.term_shares import TermShares
 from roundpipe.runtime.ranks.turns import CallShare
 
@@ -269,6 +270,12 @@ def read_losses(result: Any, *, is_mean: bool, has_gradient: bool = True) -> Los
                 "loss_reduction='mean'"
             )
     return Losses(list(losses), is_list=not isinstance(result, torch.Tensor), weight=weight)
+
+
+def in_small_memory(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that keeps no more memory than its own: some kernels give a scalar in memory as large as the outputs."""
+    is_large = is_plain(loss) and loss.untyped_storage().nbytes() > loss.nbytes
+    return loss.clone() if is_large else loss
 
 
 def place_of(loss: torch.Tensor, outputs: Any) -> trees.Path | None:

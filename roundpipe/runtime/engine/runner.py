@@ -104,8 +104,9 @@ class MicrobatchRunner:
     ) -> None:
         """The loss of a step without a backward, behind its last layer."""
         spec = step.spec
-        label, _ = self._upload_label(stage, spec.labels[microbatch])
-        with spec.microbatch_context(), self._meter.computing("forward", tuple(job.layers)), memory:
+        label, label_bytes, _ = self._upload_label(stage, spec.labels[microbatch])
+        held = self._backend.hold(label_bytes, "carried values")
+        with held, spec.microbatch_context(), self._meter.computing("forward", tuple(job.layers)), memory:
             with torch.no_grad(), spec.autocast():
                 outputs, losses = stage.loss(carry, microbatch, label)
         self._leave_loss(step, microbatch, losses.detached(), outputs)
@@ -120,9 +121,9 @@ class MicrobatchRunner:
         spec = step.spec
         (segment,) = spec.flow_of(job).segments
         carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
-        label, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
+        label, label_bytes, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
         memory = self._backend.activations([*visit.memory, *tensors, *trees.tensors(label)])
-        with self._backend.hold(own_bytes, "carried values"), spec.microbatch_context():
+        with self._backend.hold(own_bytes + label_bytes, "carried values"), spec.microbatch_context():
             del tensors
             with self._meter.computing("fused", segment.layers):
                 with memory:
@@ -185,13 +186,16 @@ class MicrobatchRunner:
                 step.end_read(self._backend.record(Lane.UPLOAD))
         return carry, self._uploaded(carry), total_bytes
 
-    def _upload_label(self, stage: Stage, label: Any) -> tuple[Any, bool]:
-        """A label on the device, ready for COMPUTE; and whether it collects gradients, as it was to require some."""
+    def _upload_label(self, stage: Stage, label: Any) -> tuple[Any, int, bool]:
+        """A label on the device, ready for COMPUTE; bytes of its own tensors; whether it collects gradients.
+
+        It does if it was to require some.
+        """
         with self._meter.copying(Lane.UPLOAD, "labels of"):
-            uploaded, _ = stage.shared.upload(LABEL, label)
+            uploaded, own_bytes = stage.shared.upload(LABEL, label)
         pairs = zip(trees.tensors(label), self._uploaded(uploaded), strict=True)
         leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
-        return uploaded, bool(leaves)
+        return uploaded, own_bytes, bool(leaves)
 
     def _upload_gradients(self, step: StepState, segment: Segment, microbatch: int) -> dict[str, Gradients]:
         """Gradients of values that a segment made, summed over their readers, on the device."""

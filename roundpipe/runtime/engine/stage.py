@@ -27,7 +27,7 @@ from roundpipe.core.term_shares import with_shares
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
-from roundpipe.runtime.engine.losses import Losses, LossWeights, place_of, read_losses
+from roundpipe.runtime.engine.losses import Losses, LossWeights, in_small_memory, place_of, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.shared_glue import SharedGlue
 from roundpipe.runtime.engine.shared_values import SharedValues
@@ -136,6 +136,7 @@ class Stage:
             place = None
             if counted is None:
                 place = next(iter(tail.first_loss), None) if tail else place_of(losses.tensors[0], outputs)
+            losses.tensors = [*map(in_small_memory, losses.tensors)]
             kind = None if place is None else self.spec.chain.kind_of_loss(place)
             own_mean = None if place is None else self.spec.own_means.get(place)
             self.weights.apply(losses, microbatch, kind, own_mean)
