@@ -16,14 +16,14 @@ _TORCHS_OWN = nn.Module.named_modules, nn.Module.modules
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """What ``modules()`` gives, several times as fast in deep trees, of which adapters make many."""
     found: dict[nn.Module, None] = {}
-    waiting = [module]
+    waiting: list[nn.Module | None] = [module]
     while waiting:
         inner = waiting.pop()
-        if inner in found:
+        if inner is None or inner in found:
             continue
         found[inner] = None
         if inner._modules:
-            waiting += [child for child in reversed(inner._modules.values()) if child is not None]
+            waiting.extend(reversed(inner._modules.values()))
     return list(found) if _walks_as_torch(found) else list(module.modules())
 
 
@@ -43,6 +43,22 @@ def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
     if not _walks_as_torch(found):
         return dict(module.named_modules())
     return {name: inner for inner, name in found.items()}
+
+
+def places_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What ``named_modules(remove_duplicate=False)`` gives, by the same way: a module at each of its names."""
+    found: list[tuple[str, nn.Module]] = []
+    waiting = [("", module)]
+    while waiting:
+        name, inner = waiting.pop()
+        found.append((name, inner))
+        if inner._modules:
+            prefix = f"{name}." if name else ""
+            below = reversed(inner._modules.items())
+            waiting += [(prefix + child_name, child) for child_name, child in below if child is not None]
+    if not _walks_as_torch(inner for _, inner in found):
+        return list(module.named_modules(remove_duplicate=False))
+    return found
 
 
 def _walks_as_torch(modules: Iterable[nn.Module]) -> bool:

@@ -198,8 +198,10 @@ class LeafPolicy:
         self._names = names
         self._knowledge = knowledge
         self._hooked = frozenset(hooked)
-        self._total = _num_parameters(model)
-        self._equal_blocks = _blocks_of_long_stacks(model)
+        self._sizes: dict[nn.Module, int] = {}
+        """Parameters by module; of blocks they are counted here, once, since calls on fakes are slow in a run."""
+        self._total = self._size(model)
+        self._equal_blocks = self._blocks_of_long_stacks(model)
         self._answers: dict[nn.Module, bool] = {}
 
     def decision(self, module: nn.Module) -> Decision | None:
@@ -234,12 +236,28 @@ class LeafPolicy:
             return decision is not Decision.DESCEND
         if _is_torch_layer(module) or (self._names[module] in self._hooked and self.may_be_leaf(module)):
             return True
-        size = _num_parameters(module)
+        size = self._size(module)
         if not size:
             return is_of_torch(type(module))
         if not any(map(_has_parameters, module.children())):
             return True
-        return self.may_be_leaf(module) and not self.is_too_large(module) and size <= LARGEST_SHARE * self._total
+        return size <= LARGEST_SHARE * self._total and not self.is_too_large(module) and self.may_be_leaf(module)
+
+    def _size(self, module: nn.Module) -> int:
+        if module not in self._sizes:
+            self._sizes[module] = sum(parameter.numel() for parameter in parameters_in(module))
+        return self._sizes[module]
+
+    def _blocks_of_long_stacks(self, model: nn.Module) -> set[nn.Module]:
+        """The blocks of stacks with many blocks of few kinds; the outermost stacks only."""
+        blocks: set[nn.Module] = set()
+        inside: set[nn.Module] = set()
+        for stack in _stacks_in(model):
+            kinds = {(type(block), self._size(block)) for block in stack}
+            if len(stack) >= MANY_BLOCKS and len(kinds) <= 3 and stack[0] not in inside:
+                blocks.update(stack)
+                inside.update(inner for block in stack for inner in modules_in(block))
+        return blocks
 
 
 def _is_torch_layer(module: nn.Module) -> bool:
@@ -249,10 +267,6 @@ def _is_torch_layer(module: nn.Module) -> bool:
 def is_of_torch(kind: type) -> bool:
     """Whether a class of modules is torch's own; generated and compiled modules hold a user's code."""
     return kind.__module__.startswith(("torch.nn.", "torch.ao.", "torch.jit."))
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in parameters_in(module))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -270,18 +284,6 @@ def _stacks_in(module: nn.Module) -> list[list[nn.Module]]:
     stacks = (
         [child for child in inner.children() if _is_block(child)]
         for inner in modules_in(module)
-        if isinstance(inner, (*_CONTAINERS, nn.Sequential))
+        if isinstance(inner, (*_CONTAINERS, nn.Sequential)) and len(inner._modules) > 1
     )
     return [blocks for blocks in stacks if len(blocks) > 1]
-
-
-def _blocks_of_long_stacks(model: nn.Module) -> set[nn.Module]:
-    """The blocks of stacks with many blocks of few kinds; the outermost stacks only."""
-    blocks: set[nn.Module] = set()
-    inside: set[nn.Module] = set()
-    for stack in _stacks_in(model):
-        kinds = {(type(block), _num_parameters(block)) for block in stack}
-        if len(stack) >= MANY_BLOCKS and len(kinds) <= 3 and stack[0] not in inside:
-            blocks.update(stack)
-            inside.update(inner for block in stack for inner in modules_in(block))
-    return blocks

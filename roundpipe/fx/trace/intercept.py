@@ -77,7 +77,7 @@ def intercepting(attempt: Attempt, model: nn.Module, cells: Iterable[types.CellT
 
 def _files_of(model: nn.Module) -> list[types.ModuleType]:
     """The Python modules that the classes of a model are from, but for torch's."""
-    kinds = dict.fromkeys(kind for module in modules_in(model) for kind in type(module).__mro__)
+    kinds = dict.fromkeys(kind for own in dict.fromkeys(map(type, modules_in(model))) for kind in own.__mro__)
     names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch")
     return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
 

@@ -248,9 +248,9 @@ def _remembered(snapshot: ModuleSnapshot, computed: Set[torch.Tensor] | None) ->
     ]
 
 
-def set_elsewhere(snapshot: ModuleSnapshot, leaf: nn.Module) -> str | None:
-    """An attribute of a leaf that its class reads and that code of others has set since a snapshot, in words."""
-    for change in snapshot.diff(modules_in(leaf)):
+def set_elsewhere(snapshot: ModuleSnapshot, inside: Iterable[nn.Module]) -> str | None:
+    """An attribute of a leaf's modules that their class reads and that others' code has set since a snapshot."""
+    for change in snapshot.diff(inside):
         is_state = change.name == "training" or isinstance(change.now, torch.Tensor)
         if not is_state and change.name in attributes_read(type(change.module)):
             return f"{type(change.module).__name__}.{change.name}"

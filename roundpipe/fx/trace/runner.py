@@ -75,8 +75,9 @@ class LeafRunner:
             error = TraceError(f"{name} takes a module as an argument")
             is_decided = self._policy.decision(module) is not None
             raise recorder.give_up(error) if is_decided else Retry(error, name, Decision.DESCEND)
-        attribute = set_elsewhere(self._outside, module)
-        rebuilt = None if attribute else self._before.rebuilt(modules_in(module))
+        inside = modules_in(module)
+        attribute = set_elsewhere(self._outside, inside)
+        rebuilt = None if attribute else self._before.rebuilt(inside)
         if rebuilt is not None:  # such as a weight that `torch.func.functional_call` puts there
             attribute = f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
         if attribute is not None:
@@ -86,8 +87,9 @@ class LeafRunner:
         python_random = python_random_state()
         with recorder.pause():
             run = self._run(module, name, args, kwargs)
-            self._outside.accept_attributes(modules_in(module))
-            self._before.accept_buffers(modules_in(module))
+            inside = modules_in(module)  # it may have made some
+            self._outside.accept_attributes(inside)
+            self._before.accept_buffers(inside)
             origins = output_origins(run.out, args, kwargs, self._world.name_of)
         draws_python_random = python_random_state() != python_random
         set_python_random_state(python_random)

@@ -13,7 +13,7 @@ Invariant: a run that is shared would have gone the same way, statement by state
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import modules_in, places_in
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
@@ -116,6 +116,8 @@ class SiblingCache:
 
     def __init__(self) -> None:
         self._modules: dict[nn.Module, ModuleKey | None] = {}
+        self._forms: dict[Any, int] = {}
+        """Numbers of forms: one form is kept of many equal ones, each of which is thousands of tuples."""
         self._kin: dict[Any, _Kin] = {}
 
     def find(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[[], Any]) -> LeafRun | None:
@@ -156,7 +158,7 @@ class SiblingCache:
         None: it needs that, or does not differ; all is taken back then.
         """
         key, own = self._keys(module, args, kwargs)
-        theirs = None if own is None else module_key(other)
+        theirs = None if own is None else self._numbered(module_key(other))
         if own is None or theirs is None or own.form != theirs.form:
             return None
         pairs = enumerate(zip(own.values, theirs.values, strict=True))
@@ -180,10 +182,14 @@ class SiblingCache:
             self._kin = {key: kin for key, kin in self._kin.items() if key[0] != own.form}
             self._modules[module] = None
 
+    def _numbered(self, key: ModuleKey | None) -> ModuleKey | None:
+        """A module's key with the number of its form in the form's place."""
+        return None if key is None else replace(key, form=self._forms.setdefault(key.form, len(self._forms)))
+
     def _keys(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ModuleKey | None]:
         """A key equal for calls of one form, and the module's; None for a module that must run by itself."""
         if module not in self._modules:
-            self._modules[module] = module_key(module)
+            self._modules[module] = self._numbered(module_key(module))
         own = self._modules[module]
         return (None if own is None else (own.form, arguments_key((args, kwargs)), Modes.current())), own
 
@@ -277,10 +283,9 @@ def module_key(module: nn.Module) -> ModuleKey | None:
     form: list[Any] = []
     values: list[Any] = []
     places: list[tuple[nn.Module, str]] = []
-    named = list(module.named_modules(remove_duplicate=False))
     inside = {inner: position for position, inner in enumerate(modules_in(module))}
     weights: dict[torch.Tensor, int] = {}
-    for name, inner in named:
+    for name, inner in places_in(module):
         if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
             return None
         attributes = []
