@@ -46,19 +46,12 @@ def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def places_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``named_modules(remove_duplicate=False)`` gives, by the same way: a module at each of its names."""
-    found: list[tuple[str, nn.Module]] = []
-    waiting = [("", module)]
-    while waiting:
-        name, inner = waiting.pop()
-        found.append((name, inner))
-        if inner._modules:
-            prefix = f"{name}." if name else ""
-            below = reversed(inner._modules.items())
-            waiting += [(prefix + child_name, child) for child_name, child in below if child is not None]
-    if not _walks_as_torch(inner for _, inner in found):
-        return list(module.named_modules(remove_duplicate=False))
-    return found
+    """What ``named_modules(remove_duplicate=False)`` gives, fast where no module has two names."""
+    named = named_modules_in(module)
+    num_children = sum(child is not None for inner in named.values() for child in inner._modules.values())
+    if num_children + 1 == len(named) and _walks_as_torch(named.values()):
+        return list(named.items())
+    return list(module.named_modules(remove_duplicate=False))
 
 
 def _walks_as_torch(modules: Iterable[nn.Module]) -> bool:
@@ -75,9 +68,33 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in held if parameter is not None}.values())
 
 
+def buffers_in(module: nn.Module) -> list[torch.Tensor]:
+    """What ``buffers()`` gives, by the same way."""
+    if type(module).named_buffers is not nn.Module.named_buffers:
+        return list(module.buffers())
+    held = (buffer for inner in modules_in(module) for buffer in inner._buffers.values())
+    return list({id(buffer): buffer for buffer in held if buffer is not None}.values())
+
+
+def parameters_at(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What ``named_parameters(remove_duplicate=False)`` gives, by the same way: a shared one at each of its names."""
+    if type(module).named_parameters is not nn.Module.named_parameters:
+        return list(module.named_parameters(remove_duplicate=False))
+    tables = ((f"{path}." if path else "", inner._parameters) for path, inner in places_in(module))
+    return [(prefix + name, each) for prefix, table in tables for name, each in table.items() if each is not None]
+
+
+def buffers_at(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What ``named_buffers(remove_duplicate=False)`` gives, by the same way."""
+    if type(module).named_buffers is not nn.Module.named_buffers:
+        return list(module.named_buffers(remove_duplicate=False))
+    tables = ((f"{path}." if path else "", inner._buffers) for path, inner in places_in(module))
+    return [(prefix + name, each) for prefix, table in tables for name, each in table.items() if each is not None]
+
+
 def weight_bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, shared ones once."""
-    unique = {id(t): t for t in (*parameters_in(module), *module.buffers())}
+    unique = {id(t): t for t in (*parameters_in(module), *buffers_in(module))}
     return sum(map(bytes_of, unique.values()))
 
 

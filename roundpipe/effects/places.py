@@ -123,6 +123,8 @@ class Place:
 
 def contents(container: Any) -> Any:
     """A copy of a list, dict, set or deque; of a dict as it is stored, since a class may override ``[]``."""
+    if type(container) is dict:
+        return container.copy()
     return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
 
 

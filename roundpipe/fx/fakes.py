@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
-from roundpipe.core.module_tree import modules_in, named_modules_in
+from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
@@ -233,8 +233,8 @@ class FakeWorld:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _make_fakes(self) -> None:
-        self.real.update(self.model.named_parameters(remove_duplicate=False))
-        self.real.update(self.model.named_buffers(remove_duplicate=False))
+        self.real.update(parameters_at(self.model))
+        self.real.update(buffers_at(self.model))
         for name, tensor in self.real.items():
             if tensor not in self._fake_of:
                 self._fake_of[tensor] = fake_of(self.mode, tensor, torch.device("cpu"))
@@ -328,7 +328,10 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
             held = twin.__dict__
             held.update(module.__dict__)
             for key, value in module.__dict__.items():
-                if type(value) not in _MOST_VALUES:
+                kind = type(value)
+                if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
+                    held[key] = kind()
+                elif kind not in _MOST_VALUES:
                     held[key] = _replaced(value, replacements)
     return twins[model], names
 
@@ -342,8 +345,6 @@ def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> An
     kind = type(value)
     if kind in _MOST_VALUES:
         return value
-    if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
-        return kind()
     if isinstance(value, (nn.Module, torch.Tensor)):
         return replacements.get(value, value)
     if depth > 3:

@@ -27,8 +27,9 @@ from torch.nn.utils import parametrize
 from roundpipe.core import trees
 from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.checks import check_type
-from roundpipe.core.contexts import contextmanager
+from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.core.module_tree import parameters_at
 from roundpipe.core.options import check_passed_on
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
@@ -106,7 +107,7 @@ class Session:
             self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates)
-        parameters = functools.partial(model.named_parameters, remove_duplicate=False)
+        parameters = functools.partial(parameters_at, model)
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.optimizer = OptimizerSide(
             parameters,
@@ -120,8 +121,9 @@ class Session:
             twins=self.engine.twins if self.engine.num_workers == 1 else None,
         )
         self.engine.before_packing = self.optimizer.come_home
-        self.watch = LoadWatch(model, self.optimizer)
-        self.reads = ReadWatch(model, self.optimizer)
+        with garbage_kept():  # hooks by the thousand, none of them garbage
+            self.watch = LoadWatch(model, self.optimizer)
+            self.reads = ReadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()
         self.log = RunLog()
         self.gradient_counts = GradientCounts()

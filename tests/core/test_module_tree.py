@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.core.module_tree import modules_in, named_modules_in, parameters_in
+from roundpipe.core.module_tree import (
+    buffers_at,
+    buffers_in,
+    modules_in,
+    named_modules_in,
+    parameters_at,
+    parameters_in,
+    places_in,
+)
 
 
 def shared() -> nn.Module:
@@ -60,3 +68,32 @@ def test_as_torch_walks(make: Any) -> None:
     assert list(named_modules_in(model)) == [name for name, _ in model.named_modules()]
     assert list(map(id, named_modules_in(model).values())) == list(map(id, model.modules()))
     assert list(map(id, parameters_in(model))) == list(map(id, model.parameters()))
+    assert list(map(id, buffers_in(model))) == list(map(id, model.buffers()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        shared,
+        lambda: nn.Sequential(nn.BatchNorm1d(2), nn.ModuleDict({"a": nn.BatchNorm1d(2, affine=False)})),
+        Backwards,
+        lambda: nn.Sequential(nn.Linear(2, 2), Backwards()),
+        lambda: torch.jit.script(nn.Sequential(nn.BatchNorm1d(2), nn.ReLU())),
+    ],
+    ids=["shared", "a tree", "its own order", "its own order inside", "scripted"],
+)
+def test_as_torch_names(make: Any) -> None:
+    """Each at all of its names."""
+    model = make()
+    pairs = [
+        (places_in(model), model.named_modules(remove_duplicate=False)),
+        (parameters_at(model), model.named_parameters(remove_duplicate=False)),
+        (buffers_at(model), model.named_buffers(remove_duplicate=False)),
+    ]
+    for found, expected in pairs:
+        assert [(name, id(each)) for name, each in found] == [(name, id(each)) for name, each in expected]
+
+
+def test_a_cycle_is_refused_as_by_torch() -> None:
+    with pytest.raises(RecursionError):
+        places_in(cyclic())

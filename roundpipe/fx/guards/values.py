@@ -20,6 +20,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.module_tree import parameters_at
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, needed_for, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
 
@@ -113,7 +114,7 @@ class ValueReader:
     def __init__(self, traced: TracedGraph, arguments: Any) -> None:
         self._traced = traced
         self._arguments = arguments
-        self._parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
+        self._parameters = {name for name, _ in parameters_at(traced.model)}
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []

@@ -199,7 +199,8 @@ class LeafPolicy:
         self._knowledge = knowledge
         self._hooked = frozenset(hooked)
         self._sizes: dict[nn.Module, int] = {}
-        """Parameters by module; of blocks they are counted here, once, since calls on fakes are slow in a run."""
+        self._num_elements = {parameter: parameter.numel() for parameter in parameters_in(model)}
+        """Asked for here, not in a run, where each call on a fake is looked at."""
         self._total = self._size(model)
         self._equal_blocks = self._blocks_of_long_stacks(model)
         self._answers: dict[nn.Module, bool] = {}
@@ -245,7 +246,8 @@ class LeafPolicy:
 
     def _size(self, module: nn.Module) -> int:
         if module not in self._sizes:
-            self._sizes[module] = sum(parameter.numel() for parameter in parameters_in(module))
+            known, parameters = self._num_elements, parameters_in(module)
+            self._sizes[module] = sum(known[each] if each in known else each.numel() for each in parameters)
         return self._sizes[module]
 
     def _blocks_of_long_stacks(self, model: nn.Module) -> set[nn.Module]:

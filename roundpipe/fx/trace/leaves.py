@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
-from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
 from roundpipe.fx.fakes import written_unseen

@@ -32,6 +32,9 @@ _MAY_GO_UNREAD = (int, float, str, *_CONTAINERS)
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _NOT_OF_CALLS = frozenset(name for name in OF_TORCH if "state_dict" in name).union(REGISTERED)
 """Attributes that are looked at otherwise, or are no matter of a call: hooks on saving and loading, ours too."""
+_PLAIN = frozenset(trees.PLAIN)
+_EMPTY = {kind: (kind, ()) for kind in _CONTAINERS}
+"""Keys of empty containers, such as of hooks that are not there; with `_PLAIN` nearly all attributes."""
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
@@ -289,14 +292,21 @@ def module_key(module: nn.Module) -> ModuleKey | None:
         if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
             return None
         attributes = []
+        key: Any
         for attribute, value in inner.__dict__.items():
             if attribute in _NOT_OF_CALLS:
                 continue
-            key = _value_key(value, inside)
-            if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH:
+            kind = type(value)
+            if kind in _PLAIN:
+                key = kind, value
+            elif kind in _EMPTY and not value:
+                key = _EMPTY[kind]
+            else:
+                key = _value_key(value, inside)
+            if kind in _MAY_GO_UNREAD and attribute not in OF_TORCH:
                 values.append(key)
                 places.append((inner, attribute))
-                key = type(value)
+                key = kind
             attributes.append((attribute, key))
         tensors = [
             (attribute, None if t is None else (_tensor_key(t), weights.setdefault(t, len(weights))))
