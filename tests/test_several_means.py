@@ -237,6 +237,10 @@ class MaskedLoss(Masked):
         return {"loss": loss, "scores": scores}
 
 
+def labelled():
+    return {**arguments(), "labels": torch.tensor([[0, 1, 0, 2, 0, 0, 1], [2, 1, 0, 0, 1, -100, -100]]).T.contiguous()}
+
+
 def each_by_its_targets(outputs, label):
     """Two means, the first of which has another number of targets."""
     return [
@@ -248,8 +252,7 @@ def each_by_its_targets(outputs, label):
 @pytest.mark.parametrize("loss_fn", [own, each_by_its_targets])
 def test_microbatches_of_several_traces_in_one_round(loss_fn):
     torch.manual_seed(0)
-    model, given = MaskedLoss(depth=2).double(), arguments()
-    given["labels"] = torch.tensor([[0, 1, 0, 2, 0, 0, 1], [2, 1, 0, 0, 1, -100, -100]]).T.contiguous()
+    model, given = MaskedLoss(depth=2).double(), labelled()
     reference = copy.deepcopy(model)
     parts = [reference(**piece)["scores"] for piece in pieces(given, 4)]  # 2, 2, 2, 1 samples
     expected = each_by_its_targets({"scores": torch.cat(parts)}, given["labels"])
@@ -261,6 +264,29 @@ def test_microbatches_of_several_traces_in_one_round(loss_fn):
         assert piped.trace_count >= 3
         assert_equal(found, sum(expected).detach() if loss_fn is own else detached(expected))
         assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+class SometimesAProduct(MaskedLoss):
+    """A single sample's loss is no sum of means."""
+
+    def forward(self, x, mask, labels):
+        outputs = super().forward(x, mask, labels)
+        return {**outputs, "loss": outputs["loss"] * outputs["scores"].mean()} if x.shape[0] == 1 else outputs
+
+
+def test_the_returned_loss_is_of_the_batch_beside_a_trace_with_another_loss():
+    torch.manual_seed(0)
+    model, given = SometimesAProduct(depth=2).double(), labelled()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size, num in ((7, 4), (6, 3)):  # of 2, 2, 2 and 1 samples, and without the last one
+            part = {name: value[:size] for name, value in given.items()}
+            config = RoundPipeRunConfig(num, loss_reduction="mean")
+            loss, outputs = piped.forward_backward(
+                input_kwargs=part, loss_fn=own, return_outputs=True, run_config=config
+            )
+        assert_equal(loss, sum(each_by_its_targets(outputs, part["labels"])))
+        assert_equal(outputs["loss"], loss)
 
 
 def test_microbatches_in_several_rounds():

@@ -76,6 +76,8 @@ class CountedLoss(NamedTuple):
     """By name of a term, what it counts for."""
     function: LossFunction
     """What computes it as ``loss_fn`` does."""
+    is_one_mean: bool
+    """See `CountedLosses`."""
 
 
 class TailSource:
@@ -118,7 +120,7 @@ class TailSource:
             return None
         microbatches = zip(call.args, call.kwargs, call.labels, strict=True)
         counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
-        return [CountedLoss(own, found[0].tail.loss) for own in counts]
+        return [CountedLoss(own, found[0].tail.loss, counted.is_one_mean) for own in counts]
 
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)

@@ -6,16 +6,19 @@ Targets are counted from arguments and labels, before anything runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from roundpipe.core.layers import OwnLoss
+from roundpipe.core.term_shares import TermShares
 from roundpipe.core.trees import Path
 from roundpipe.runtime.config import ResolvedConfig
-from roundpipe.runtime.engine.losses import CountedTerms, OwnMean
+from roundpipe.runtime.engine.losses import CountedTerms, JointShares, OwnMean
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.merge import ScalarWeights
+from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.tails import CountedLoss, TailSource
+from roundpipe.wrappers.variants import JointChain
 
 Counts = Mapping[str, float]
 """Of a microbatch, by name of a term."""
@@ -26,11 +29,11 @@ def count_outputs(calls: Sequence[Call], config: ResolvedConfig) -> ScalarWeight
     """How scalars among the outputs of microbatches are made one; terms that need it are weighed in the graph."""
     if calls[0].total_microbatches == 1 or config.merge_output not in (True, None):
         return {}
-    scalars: dict[Path, list[float] | None] = {}
+    scalars: dict[Path, list[float] | float] = {}
     of_terms: list[Counts] = [{}] * calls[0].total_microbatches
     for own, counts in _own_counts(calls):
         is_added = own.has_terms or not own.weights
-        scalars[own.path] = None if is_added else [number for each in counts for number in each.values()]
+        scalars[own.path] = 1.0 if is_added else [number for each in counts for number in each.values()]
         if own.has_terms:
             of_terms = [{**before, **each} for before, each in zip(of_terms, counts, strict=True)]
     if any(of_terms):
@@ -47,10 +50,8 @@ def count_loss(calls: Sequence[Call], config: ResolvedConfig, tails: TailSource,
     counted = _counted(calls, tails) if calls[0].weighs_terms else []
     # losses among the outputs are weighed as well, which is seen where these are not merged
     is_seen = returns_outputs and config.merge_output not in (True, None)
-    if counted and not (is_seen and any(_weighed_in(calls, counted[0].counts))):
-        pairs = list(zip(_shares([each.counts for each in counted]), counted, strict=True))
-        for call, of_call in _by_call(calls, pairs):
-            call.counted = CountedTerms([shares for shares, _ in of_call], [each.function for _, each in of_call])
+    if counted and not (is_seen and _weighed_in(calls, counted[0].counts)):
+        _weigh_terms(calls, counted, mean.share)
         return
     for loss, counts in _own_counts(calls):
         if loss.weights and not loss.has_terms:
@@ -61,15 +62,41 @@ def count_loss(calls: Sequence[Call], config: ResolvedConfig, tails: TailSource,
                 call.own_means = {**call.own_means, loss.path: OwnMean(shares, total)}
 
 
+def _weigh_terms(calls: Sequence[Call], counted: Sequence[CountedLoss], share: CallShare | None) -> None:
+    """Tell the rounds of a call what each term of the loss counts for, among the ranks if there are others."""
+    counts, total, joint = [each.counts for each in counted], None, None
+    shares: Sequence[TermShares] = _shares(counts)
+    if share is not None and all(each.is_one_mean for each in counted):
+        total = sum(number for own in counts for number in own.values())  # a factor for the whole makes it that of all
+        shares = shares if total else [dict.fromkeys(own, 0.0) for own in counts]
+    elif share is not None:
+        joint = share
+        share.tell_terms({name: sum(own[name] for own in counts) for name in counts[0]})
+        shares = [JointShares(own, share) for own in counts]
+    for call, of_call in _by_call(calls, list(zip(shares, counted, strict=True))):
+        functions = [each.function for _, each in of_call]
+        call.counted = CountedTerms([own for own, _ in of_call], functions, total, joint)
+
+
 def weighed_outputs(calls: Sequence[Call]) -> ScalarWeights:
     """Losses of the model's own that were weighed in a step with a loss, and add up."""
     counted = calls[0].counted
-    return {} if counted is None else {own.path: None for own in _weighed_in(calls, counted.shares[0])}
+    if counted is None:
+        return {}
+    return dict.fromkeys(_weighed_in(calls, counted.shares[0]), float(counted.num_ranks))
 
 
-def _weighed_in(calls: Sequence[Call], terms: Mapping[str, float]) -> Iterator[OwnLoss]:
-    """Losses of the model's own whose terms are among some."""
-    return (own for own in calls[0].chain.own_losses if own.has_terms and own.weights.keys() <= terms.keys())
+def _weighed_in(calls: Sequence[Call], terms: Collection[str]) -> list[Path]:
+    """Places of losses of the model's own whose terms are among some, in the chains of all microbatches."""
+    chains = [
+        each.chain
+        for call in calls
+        for each in (call.chain.calls(call).values() if isinstance(call.chain, JointChain) else (call,))
+    ]
+    weighed = [
+        {own.path for own in chain.own_losses if own.has_terms and own.weights.keys() <= set(terms)} for chain in chains
+    ]
+    return [own.path for own in chains[0].own_losses if all(own.path in paths for paths in weighed)]
 
 
 def _counted(calls: Sequence[Call], tails: TailSource) -> list[CountedLoss]:

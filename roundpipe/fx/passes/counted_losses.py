@@ -31,6 +31,8 @@ class CountedLosses:
     """Losses of the model's own that are among the terms, and whose terms its graph weighs."""
     weights: Mapping[str, Count]
     """By name of a term that the function's graph weighs; from the model's arguments and the label."""
+    is_one_mean: bool
+    """Whether there is one loss, and it is a mean of one kind of targets, up to a factor."""
 
     def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> dict[str, float]:
         """Of one microbatch, by name of a term."""
@@ -64,7 +66,8 @@ def _by_terms(
         return None
     terms = {term for each in parts.values() for term in each.terms}
     weighed_before = {each.path: each for node, each in by_node.items() if node in terms and each.has_terms}
-    return CountedLosses(tuple(weighed_before.values()), _weigh(loss, parts))
+    is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
+    return CountedLosses(tuple(weighed_before.values()), _weigh(loss, parts), is_one_mean)
 
 
 def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: ArgumentValues) -> CountedLosses | None:
@@ -76,7 +79,8 @@ def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: Argument
     if len(terms) < len(nodes):
         return None
     loss.output = list(losses)
-    return CountedLosses((), _weigh(loss, {node: Combination({node: term}) for node, term in terms.items()}))
+    parts = {node: Combination({node: term}) for node, term in terms.items()}
+    return CountedLosses((), _weigh(loss, parts), is_one_mean=len(parts) == 1)
 
 
 def _weigh(loss: TracedGraph, parts: Mapping[Node, Combination]) -> dict[str, Count]:

@@ -8,7 +8,8 @@ have their usual size. A job's gradients leave for the host when all its microba
 are known, and the gradients are multiplied by the reference over the sum of weights. One pass, nothing kept.
 
 Where a graph shows what each term of the loss is a mean of, targets are counted before the step, and the graph weighs
-the terms (`CountedTerms`). Losses then add up as they are.
+the terms (`CountedTerms`). Losses then add up as they are. Among ranks, each mean of several counts by the targets of
+all ranks, which the first loss waits for (`JointShares`); terms then add up over ranks.
 
 Invariant: after the last loss, gradients times `LossWeights.scale` are those of the loss of the batch.
 """
@@ -19,7 +20,7 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,8 @@ GIVEN_SOMETIMES = (
 
 WEIGHTS_UNKNOWN = (
     "loss_fn returned a weight for each loss, and they must be known before the microbatches run. That takes weights "
-    "made of label alone, such as (label != -100).sum() or label.shape[0], a loss_fn and a model that can be traced, "
-    "and no process_group=. Else return one weight for all losses, or give loss_scope='batch'"
+    "made of label alone, such as (label != -100).sum() or label.shape[0], and a loss_fn and a model that can be "
+    "traced. Else return one weight for all losses, or give loss_scope='batch'"
 )
 
 
@@ -96,10 +97,38 @@ class CountedTerms:
     """Per microbatch of the step."""
     functions: Sequence[Callable[[Any, Any], Any]] = ()
     """Per microbatch, what computes as ``loss_fn`` does and weighs terms; none: the step ends with outputs."""
+    total: float | None = None
+    """If the loss is one mean, and other ranks have parts of the batch: how many elements the call has of it."""
+    share: CallShare | None = None
+    """If the loss has several means, and other ranks have parts of the batch: it knows how many elements all have."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Whose terms add up; their gradients will be averaged."""
+        return 1 if self.share is None else self.share.num_ranks
 
     def all_count(self, microbatch: int) -> bool:
         """Whether no term of a microbatch counts for nothing; such terms have no gradient."""
         return all(self.shares[microbatch].values())
+
+
+class JointShares(Mapping[str, float]):
+    """What the terms of a microbatch count for over what those of all ranks do; a look waits for the other ranks."""
+
+    def __init__(self, counts: Mapping[str, float], share: CallShare) -> None:
+        self._counts = counts
+        self._share = share
+
+    def __getitem__(self, name: str) -> float:
+        count = self._counts[name]
+        total = self._share.totals()[name]
+        return count / total if total else 1.0  # a mean over nothing at all stays one
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
 
 class LossWeights:
@@ -132,8 +161,10 @@ class LossWeights:
         """
         mean, weight = self._mean, losses.weight
         if self._counted is not None:
-            losses.values = [loss.detach() for loss in losses.tensors]
-            losses.tensors = [loss for loss in losses.tensors if loss.requires_grad]
+            number, self.own_total = self._counted.num_ranks, self._counted.total
+            weighed = [loss * number for loss in losses.tensors] if number > 1 else losses.tensors
+            losses.values = [loss.detach() for loss in weighed]
+            losses.tensors = [loss for loss in weighed if loss.requires_grad]
             return
         if isinstance(weight, list):
             if mean is None or mean.total_microbatches > 1 or mean.share is not None:

@@ -120,6 +120,10 @@ class MicrobatchRunner:
     def _run_fused(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         spec = step.spec
         (segment,) = spec.flow_of(job).segments
+        if spec.counted is not None and spec.counted.share is not None:
+            self._meter.until("overhead")
+            spec.counted.share.totals()
+            self._meter.until("no_work")
         carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
         label, label_bytes, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
         memory = self._backend.activations([*visit.memory, *tensors, *trees.tensors(label)])

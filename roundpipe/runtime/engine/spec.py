@@ -103,7 +103,7 @@ class Call:
     @property
     def weighs_terms(self) -> bool:
         """Whether graphs of its loss are made to weigh terms, that may then be `counted`."""
-        return self.mean is not None and self.mean.share is None and self.total_microbatches > 1
+        return self.mean is not None and (self.mean.share is not None or self.total_microbatches > 1)
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:

@@ -147,8 +147,9 @@ def described(value: Any) -> str:
     return quoted(value, most=60)
 
 
-ScalarWeights = Mapping[Path, Sequence[float] | None]
-"""By place in the output, what each microbatch's scalar counts for in the mean over the batch; None: they add up."""
+ScalarWeights = Mapping[Path, Sequence[float] | float]
+"""By place in the output, what each microbatch's scalar counts for in the mean over the batch; one number: each counts
+for this, and they add up."""
 
 
 def merge(
@@ -167,7 +168,8 @@ def merge(
         return _pack(outputs, (), events)
     wait_for(events or ())
     if rule is True or rule is None:
-        return outputs[0] if len(outputs) == 1 else merge_value(outputs, None, (), scalars)
+        is_merged = len(outputs) == 1 and not scalars
+        return outputs[0] if is_merged else merge_value(outputs, None, (), scalars)
     if is_function(rule):
         with RaisedIn("code on the host, phase merge_output"):
             return rule(outputs)
@@ -233,10 +235,10 @@ def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
     return torch.cat(values, dim)
 
 
-def _combined(values: list[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
-    """One scalar from those of the microbatches: their sum, or their mean by weights."""
-    if weights is None:
-        return torch.stack(values).sum()
+def _combined(values: list[torch.Tensor], weights: Sequence[float] | float) -> torch.Tensor:
+    """One scalar from those of the microbatches: their sum, times a number, or their mean by weights."""
+    if isinstance(weights, int | float):
+        return torch.stack(values).sum() * weights
     total = sum(weights)
     # what counts for nothing may be no number: a mean over no tokens
     parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight]

@@ -6,6 +6,7 @@ every rank, by which each finds out whether all are at the same place.
 
     turn          made by               ready once                       gives
     `CallShare`   forward_backward      the losses have their weights    what this rank's gradients count for
+                                        or their targets are counted     what all ranks' means count for
     `Exchange`    step, see there       all have added their gradients   averaged gradients in the copies
                   step, synchronize     no round reads the old weights   new weights of all shards in the model
     `Joining`     save_checkpoint       at once                          whole tensors of all shards, on rank 0
@@ -16,8 +17,9 @@ Invariant: a rank that fails closes its connection, or says so in its state; the
 from __future__ import annotations
 
 import logging
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Self
@@ -55,6 +57,8 @@ class RankState:
     is_async: bool = False
     gives_weights: bool = False
     """Whether the loss does, from ``loss_fn`` or as a mean of the model's own over its targets; else samples count."""
+    terms: int = 0
+    """Stands for the names of the means that its loss adds up, if each counts by its own targets; else 0."""
     has_failed: bool = False
     weight: float = 0.0
 
@@ -63,7 +67,8 @@ class RankState:
             return "has failed"
         call = f"call {self.num_calls} of forward_backward"
         if self.action == Action.CALL:
-            return f"runs {call}, {'with weights of its loss' if self.gives_weights else 'by samples'}"
+            weighs = f"weights of its loss{' and of the means in it' if self.terms else ''}"
+            return f"runs {call}, {f'with {weighs}' if self.gives_weights else 'by samples'}"
         kind = "asynchronous " if self.is_async else ""
         what = {
             Action.STEP: f"makes {kind}update {self.num_steps} of {self.num_elements} elements",
@@ -130,6 +135,7 @@ class CallShare(Turn):
         self.num_ranks = num_ranks
         self._num_samples = num_samples
         self._factor = 1.0
+        self._counts: dict[str, float] = {}
 
     def tell(self, given: float | None) -> None:
         """The losses of this rank are known: the sum of their weights, or None if there are none."""
@@ -143,12 +149,27 @@ class CallShare(Turn):
             )
         self.change(state=replace(self.state, gives_weights=given is not None, weight=weight), is_ready=True)
 
+    def tell_terms(self, counts: Mapping[str, float]) -> None:
+        """Before this rank's losses are known: what it counts for in each of the means that they add up."""
+        names = zlib.crc32("\n".join(counts).encode()) or 1
+        state = replace(self.state, gives_weights=True, terms=names)
+        self.change(state=state, _counts=dict(counts), is_ready=True)
+
+    def totals(self) -> Mapping[str, float]:
+        """What all ranks together count for in each mean; waits for the other ranks."""
+        self.wait()
+        return self._counts
+
     def factor(self) -> float:
         """The average over ranks of gradients times this is the gradient of the mean; waits for the other ranks."""
         self.wait()
         return self._factor
 
     def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
+        if self._counts:
+            rows = group.gather(list(self._counts.values()))
+            self._counts = dict(zip(self._counts, map(sum, zip(*rows, strict=True)), strict=True))
+            return
         total = sum(state.weight for state in states)
         self._factor = self.state.weight * group.size / total if total else 0.0
 
