@@ -192,12 +192,16 @@ def test_without_a_smaller_plan_the_error_says_what_was_tried():
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_what_an_error_proposes_works():
+def test_what_an_error_proposes_works(caplog):
     model = mlp(depth=4, width=32)
     options = {"devices": [Device("cpu", memory_bytes=90_000)]}
     with roundpipe.RoundPipe(model, **options) as piped:
-        with pytest.raises(DeviceMemoryError, match="is predicted to fit") as caught:
+        with (
+            caplog.at_level(logging.INFO, "roundpipe"),
+            pytest.raises(DeviceMemoryError, match="is predicted to fit") as caught,
+        ):
             piped.forward_backward((batch(256, 32),), loss_fn=square_loss, run_config=config(2))
+        assert "predicted" not in caplog.text  # nothing was chosen
         number, grain = re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'", str(caught.value)).groups()
         piped.forward_backward((batch(256, 32),), loss_fn=square_loss, run_config=config(int(number), grain))
 

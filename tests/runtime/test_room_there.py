@@ -1,12 +1,15 @@
 """What lives on a device is counted as what is there, and gradients that add up as twice as much."""
 
+import logging
+from itertools import pairwise
+
 import pytest
 import torch
 
 from roundpipe.core import trees
 from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, optimizer_of, wrapped
 from tests.runtime.models import DTYPE, assert_equal_bits, batch, mlp, square_loss
-from tests.runtime.test_some_layers_stay import EIGHT_LAYERS, KINDS, number_there, one_stage
+from tests.runtime.test_some_layers_stay import EIGHT_LAYERS, KINDS, eight_layers, number_there, one_stage
 
 
 def test_rounds_that_begin_to_add_up_let_fewer_stay_within_the_budget():
@@ -53,3 +56,16 @@ def test_the_optimizers_side_is_counted_as_what_is_there(optimizer, dtype):
         assert temporary_bytes == whole_bytes + 4 * most_bytes
     else:
         assert temporary_bytes == 0
+
+
+def test_where_weights_are_is_said_once(caplog):
+    """Each size of batch has a plan of its own."""
+    _, piped = eight_layers("full")
+    with piped, caplog.at_level(logging.INFO, "roundpipe"):
+        ours = optimizer_of(piped, KINDS["AdamW"])
+        for size in (5, 5, 88, 96, 5, 88):  # the larger ones leave no room
+            piped.forward_backward((batch(size, width=WIDTH),), loss_fn=square_loss)
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+    said = [each.getMessage() for each in caplog.records if "the optimizer's side" in each.getMessage()]
+    assert any("live on the device" in each for each in said) and any("are streamed" in each for each in said)
+    assert all(one != other for one, other in pairwise(said))

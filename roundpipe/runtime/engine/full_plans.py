@@ -68,6 +68,7 @@ class FullPlans:
         """Whether, where trained weights live on the device, all do."""
         self._most_layers: int | None = None
         """That may stay, since a step with more ran out of memory; None: all."""
+        self._told = ""
         self.is_over = False
         """Whether there was too little memory."""
         self.may_look_again = False
@@ -209,10 +210,16 @@ class FullPlans:
             if best is not None and (not weighs or _is_all(call, found)):
                 break
         if best is None:
-            logger.info("weights, gradients and the optimizer's side are streamed, or stay on the host")
+            self._tell("weights, gradients and the optimizer's side are streamed, or stay on the host")
             return _FullPlan()
-        logger.info("%s live on the device", _described(call, best[1]))
+        self._tell(f"{_described(call, best[1])} live on the device")
         return _FullPlan(best[1])
+
+    def _tell(self, outcome: str) -> None:
+        """Log where things are, unless that is what was said last: sizes of batches that alternate come to the same."""
+        if outcome != self._told:
+            logger.info(outcome)
+            self._told = outcome
 
     def _candidates(self, call: Call, plans: PlansBeside, there: frozenset[int]) -> Iterator[PlanBeside]:
         """All stays, if it may and that is not too much; else some layers, the most first."""

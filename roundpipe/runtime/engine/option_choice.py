@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,15 @@ logger = logging.getLogger(__name__)
 
 ROOM_SHARE = 0.05
 """What a device should have beside what is predicted, where an error says how much it must have."""
+
+
+class _Options(NamedTuple):
+    """Options that are predicted to fit."""
+
+    num_microbatch: int
+    recompute_grain: RecomputeGrain
+    seconds: float
+    """Predicted per step."""
 
 
 class OptionChooser:
@@ -60,7 +69,9 @@ class OptionChooser:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
             found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements, self.budget_bytes)
-            record.settled[key] = (*found, (numbers[-1], grains[-1]))[0]
+            record.settled[key] = found[:2] if found is not None else (numbers[-1], grains[-1])
+            if found is not None:
+                logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", *found)
         number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
@@ -97,20 +108,15 @@ class OptionChooser:
             numbers.append(samples * number)
         elements = call.elements() * number
         own, finer = self._tiles(call.config), () if call.config.tiles is None else LADDER
-        proposals = [
-            f"num_microbatch={found[0]} with recompute_grain={found[1]!r}"
-            for found in self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements, budget_bytes)
-        ]
-        if any(self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements, budget_bytes)):
+        proposals = []
+        if found := self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements, budget_bytes):
+            proposals.append(f"num_microbatch={found[0]} with recompute_grain={found[1]!r}")
+        if self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements, budget_bytes):
             proposals.append("tiles='auto'")
-        if not proposals:
-            proposals += [
-                f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"
-                for found in self._first_fitting(
-                    call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements, budget_bytes
-                )
-            ]
-        return proposals
+        if proposals:
+            return proposals
+        found = self._first_fitting(call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements, budget_bytes)
+        return [f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"] if found else []
 
     def _first_fitting(
         self,
@@ -120,13 +126,13 @@ class OptionChooser:
         grains: Sequence[RecomputeGrain],
         elements: int,
         budget_bytes: int | None,
-    ) -> list[tuple[int, RecomputeGrain]]:
-        """The fastest options in the fewest tiles in which some are predicted to fit; empty if there are none."""
+    ) -> _Options | None:
+        """The fastest options in the fewest tiles in which some are predicted to fit; None if there are none."""
         for each in tiles:
             while (found := self._fastest(call, each, numbers, grains, elements, budget_bytes)) is not None:
                 if not self._learns(call, each, found[0]):
-                    return [found]
-        return []
+                    return found
+        return None
 
     def _learns(self, call: Call, tiles: Tiles, number: int) -> bool:
         """Compute what the microbatches take if there are so many; whether that was known by those of others alone."""
@@ -159,7 +165,7 @@ class OptionChooser:
         grains: Sequence[RecomputeGrain],
         elements: int,
         budget_bytes: int | None,
-    ) -> tuple[int, RecomputeGrain] | None:
+    ) -> _Options | None:
         """The fastest options that are predicted to fit in tiles, the first of equals; None if none does."""
         self._costs.measure_memory(call, tiles)
         is_asked = tiles in (UNTILED, *given_tiles(call.config))
@@ -188,9 +194,7 @@ class OptionChooser:
                 best = seconds, position
         if best is None:
             return None
-        number, grain = pairs[best[1]]
-        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", number, grain, best[0])
-        return number, grain
+        return _Options(*pairs[best[1]], best[0])
 
 
 def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
