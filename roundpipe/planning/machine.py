@@ -91,12 +91,18 @@ class HardwareProfile:
         conversions = self.hand_over_bytes_per_parameter + self.gradients_bytes_per_parameter
         return self.optimizer_bytes_per_parameter - conversions
 
+    def chain(self, num_parameters: int) -> ChainSeconds:
+        """What the optimizer's side takes of a round for so many parameters, with nothing beside it."""
+        rate = min(self.conversion_bytes_per_s, self.optimizer_bytes_per_s)
+        return ChainSeconds(
+            num_parameters * self.update_bytes_per_parameter / self.optimizer_bytes_per_s,
+            num_parameters * self.hand_over_bytes_per_parameter / rate,
+            num_parameters * self.gradients_bytes_per_parameter / rate,
+        )
+
     def optimizer_s(self, num_parameters: int) -> float:
         """Seconds of an update of so many parameters, conversions included, with nothing beside it."""
-        updated_s = self.update_bytes_per_parameter / self.optimizer_bytes_per_s
-        rate = min(self.conversion_bytes_per_s, self.optimizer_bytes_per_s)
-        converted = self.hand_over_bytes_per_parameter + self.gradients_bytes_per_parameter
-        return num_parameters * (updated_s + converted / rate)
+        return sum(self.chain(num_parameters))
 
 
 class Node:

@@ -29,7 +29,6 @@ from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.tables import format_bytes, format_seconds, format_share, table
-from roundpipe.runtime.engine.plan_choice import REPLAN_GAIN
 
 _STATIC: tuple[tuple[str, StaticKind, int], ...] = (
     ("GPipe", "gpipe", 1),
@@ -105,15 +104,6 @@ class Setting:
         predict = None if link_bytes_per_s == inf else lambda plan: self.simulate(plan).seconds_per_step
         arguments = self.planner_arguments()
         return choose_plan(self.costs, predict=predict, link_bytes_per_s=link_bytes_per_s, **arguments)
-
-    def steady_plan(self, first: ExecutePlan) -> ExecutePlan:
-        """What a run goes by once it has measured its layers, which its first plan has estimates of."""
-        try:
-            plan = self.fastest_plan()
-        except DeviceMemoryError:
-            return first
-        least_s = (1 - REPLAN_GAIN) * self.simulate(first).seconds_per_step
-        return plan if self.simulate(plan).seconds_per_step <= least_s else first
 
     def has_room_for(self, peak_bytes: int) -> bool:
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes

@@ -33,7 +33,7 @@ from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.plans_beside import trained_parameters
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
-from roundpipe.tools.optimizer_side import COPY_ACCESSES, STATES, conversion_bytes
+from roundpipe.tools.optimizer_side import COPY_ACCESSES, STATES, ExpectedOptimizer, conversion_bytes
 from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import Target
 
@@ -114,12 +114,12 @@ def forecast_at(
     How fast it is, how much the host carries and which trained weights live on the device, only where it is
     ``simulated``; those stay at home unless the process ``is_alone``, without ranks beside it.
     """
-    call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine)
+    call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine, training)
     plans.costs.measure_memory(call)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}
     try:
-        plan = first = plans.streaming(call)
+        plan = plans.streaming(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     costs = _costs(layers, call)
@@ -128,22 +128,19 @@ def forecast_at(
     there: set[torch.Tensor] = set()
     if plan is not None:
         if simulated:
-            plan = setting.steady_plan(plan)
+            run = _Run(plans, layers, call, optimizer)
+            may_live_there = is_alone and machine.num_devices == 1 and training.residency != "off"
+            if may_live_there and training.residency == "full":  # which the first call decides
+                run.let_live_there(plan)
+            plan = run.measured_plan()
             simulation = setting.simulate(plan)
-        if simulation is not None and is_alone and machine.num_devices == 1 and training.residency != "off":
-            if training.residency == "auto":  # which decides by what steps and updates have taken
-                plans.costs.expect(call.chain, layers.device_costs, call.chain.example_elements)
-                seconds = setting.profile.optimizer_s(_num_trained(costs)), simulation.seconds_per_step
-                first, optimizer = plan, replace(optimizer, seconds=seconds)
-            plans.full.allow(lambda call: True, optimizer)
-            beside = plans.in_place_of(call, first)
+            if may_live_there:
+                plan = run.plan_beside(plan, setting.profile.optimizer_s(_num_trained(costs)), simulation)
             if call.has_twins:
-                residency = plans.room(call, beside).residency
+                residency, there = plans.room(call, plan).residency, run.there()
                 streamed_host = optimizer.host_memory(layers.target, simulation.peak_carried_bytes)
-                plan, setting = beside, replace(setting, stays=residency)
+                setting = replace(setting, stays=residency)
                 simulation = setting.simulate(plan)
-                trained = trained_parameters(call)
-                there = {parameter for index in residency.trained for parameter in trained.get(index, ())}
         stages = setting.device_memory(plan)
         needed_bytes = max(need.total for need in stages.values())
         if needed_bytes > machine.budget_bytes:
@@ -167,12 +164,56 @@ def _num_trained(costs: Sequence[LayerCost]) -> int:
     return sum(num_trained(cost) for cost in costs)
 
 
-def plans_for(layers: Layers, machine: Machine) -> PlanChooser:
+def plans_for(layers: Layers, machine: Machine, training: Training) -> PlanChooser:
     """What chooses plans as on a machine's accelerators."""
-    links = machine.link_bytes_per_s, machine.link_bytes_per_s
+    links, profile = (machine.link_bytes_per_s, machine.link_bytes_per_s), _profile(layers, machine, training)
     return PlanChooser(
-        machine.num_devices, [machine.budget_bytes], lambda: links, accelerators=True, measure=layers.memory
+        machine.num_devices,
+        [machine.budget_bytes],
+        lambda: links,
+        accelerators=True,
+        measure=layers.memory,
+        machine=profile,
     )
+
+
+class _Run:
+    """How a run comes to its plan, once it knows what its layers, updates and visits take."""
+
+    def __init__(self, plans: PlanChooser, layers: Layers, call: Call, optimizer: ExpectedOptimizer) -> None:
+        self._plans, self._layers, self._call = plans, layers, call
+        self._optimizer = optimizer
+
+    def let_live_there(self, streamed: ExecutePlan) -> ExecutePlan:
+        """Choose what of trained weights lives on the device, in place of a plan that streams, by what is known."""
+        full = self._plans.full
+        full.allow(lambda call: True, self._optimizer)
+        plan = self._plans.in_place_of(self._call, streamed)
+        if self._call.has_twins:
+            self._plans.prove(self._call)
+            self._optimizer = replace(self._optimizer, lives=frozenset(map(id, self.there())))
+            full.allow(lambda call: True, self._optimizer)
+        return plan
+
+    def measured_plan(self) -> ExecutePlan:
+        """The plan that streams, behind steps and updates that were measured."""
+        plans, call = self._plans, self._call
+        plans.costs.expect(call.chain, self._layers.device_costs, call.chain.example_elements, call.tiles)
+        plans.update_begun()
+        return plans.streaming(call)
+
+    def plan_beside(self, streamed: ExecutePlan, update_s: float, step: Simulation) -> ExecutePlan:
+        """The plan beside what lives on the device, if anything does; else the one that streams."""
+        self._optimizer = replace(self._optimizer, seconds=(update_s, step.seconds_per_step))
+        self._plans.full.allow(lambda call: True, self._optimizer)
+        self._plans.full.may_look_again = True
+        return self._plans.in_place_of(self._call, streamed)
+
+    def there(self) -> set[torch.Tensor]:
+        """The parameters that live on the device."""
+        trained = trained_parameters(self._call)
+        layers = self._plans.full.room(self._call).residency.trained
+        return {parameter for index in layers for parameter in trained.get(index, ())}
 
 
 def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
@@ -187,14 +228,28 @@ def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
 
 
 def _setting(layers: Layers, costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:
-    """Costs of a mean microbatch, links, host memory and the optimizer's traffic, for the simulator."""
+    """Costs of a mean microbatch, and the machine, for the simulator."""
     share = training.batch / (training.microbatch * training.num_microbatches)
     mean_costs = (replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
+    return Setting(
+        costs=tuple(mean_costs),
+        num_workers=machine.num_devices,
+        num_microbatches=training.num_microbatches,
+        budget_bytes=machine.budget_bytes,
+        profile=_profile(layers, machine, training),
+        recompute_grain=training.recompute_grain,
+        stays=STREAMED if training.residency == "off" else None,
+        state_bytes_per_parameter=(1 + STATES[training.optimizer]) * training.optim_dtype.itemsize,
+    )
+
+
+def _profile(layers: Layers, machine: Machine, training: Training) -> HardwareProfile:
+    """Links, host memory and the optimizer's traffic."""
     trained = [parameter for parameter in layers.target.model.parameters() if parameter.requires_grad]
     item_bytes = sum(each.nbytes for each in trained) / max(sum(each.numel() for each in trained), 1)
     update_bytes = COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
     weight_bytes, gradient_bytes = conversion_bytes(training.optim_dtype.itemsize, item_bytes)
-    profile = HardwareProfile(
+    return HardwareProfile(
         upload_bytes_per_s=machine.link_bytes_per_s,
         download_bytes_per_s=machine.link_bytes_per_s,
         host_bytes_per_s=machine.host_bytes_per_s,
@@ -204,16 +259,6 @@ def _setting(layers: Layers, costs: Sequence[LayerCost], machine: Machine, train
         hand_over_bytes_per_parameter=round(weight_bytes),
         gradients_bytes_per_parameter=round(gradient_bytes),
         device_bytes_per_s=machine.profile.bytes_per_s,
-    )
-    return Setting(
-        costs=tuple(mean_costs),
-        num_workers=machine.num_devices,
-        num_microbatches=training.num_microbatches,
-        budget_bytes=machine.budget_bytes,
-        profile=profile,
-        recompute_grain=training.recompute_grain,
-        stays=STREAMED if training.residency == "off" else None,
-        state_bytes_per_parameter=(1 + STATES[training.optimizer]) * training.optim_dtype.itemsize,
     )
 
 

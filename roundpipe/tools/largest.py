@@ -125,8 +125,9 @@ class _SizeSearch:
     def _share(self, size: int) -> float:
         """Of the devices' budget, what the plan with the least memory takes."""
         layers = self._layers(size)
-        call = layers.call(self._training(size), self.machine.num_devices)
-        self.needs[size] = need = plans_for(layers, self.machine).least_need(call)
+        training = self._training(size)
+        call = layers.call(training, self.machine.num_devices)
+        self.needs[size] = need = plans_for(layers, self.machine, training).least_need(call)
         self.bar.set_postfix_str(f"{self._shown(size):,}: {format_bytes(need.memory.total)}")
         self.bar.update()
         return need.memory.total / self.machine.budget_bytes

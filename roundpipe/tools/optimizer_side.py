@@ -42,7 +42,8 @@ class ExpectedOptimizer:
     """Of the copies."""
     seconds: tuple[float, float] | None = None
     """Of an update on the host, its hand-over among them, and of a step that streams."""
-    has_twins: bool = False
+    lives: Collection[int] = frozenset()
+    """The parameters that live on the device, by their identities."""
     is_unasked: bool = False
     may_stay_unasked: bool = True
     is_over: bool = False
@@ -52,8 +53,12 @@ class ExpectedOptimizer:
     def suits(self) -> bool:
         return True
 
+    @property
+    def has_twins(self) -> bool:
+        return bool(self.lives)
+
     def lives_there(self, parameter: torch.Tensor) -> bool:
-        return False
+        return id(parameter) in self.lives
 
     def on_host_s(self) -> tuple[float, float] | None:
         return self.seconds

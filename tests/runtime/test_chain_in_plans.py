@@ -18,7 +18,7 @@ from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.engine.chain_record import KeptPlan
-from roundpipe.runtime.engine.plan_choice import MOST_LOOKS, PlanChooser
+from roundpipe.runtime.engine.plan_choice import MOST_LOOKS, REPLAN_GAIN, PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.meter import MeterReading, visit_seconds
 from tests.runtime.models import batch, chain, config, mlp, square_loss
@@ -124,6 +124,27 @@ def test_a_plan_is_looked_at_again_when_updates_are_known_and_once_when_they_tur
         chain_s = None if update_s is None else ChainSeconds(update_s, 0.0, 0.0)
         looks.append(plans._has_other_updates(call, kept))  # what follows depends on what is measured
     assert looks == [False, True, False, True, False] and sum(looks) == MOST_LOOKS
+
+
+@pytest.mark.parametrize("chain_s", [None, ChainSeconds(0.7, 0.2, 0.1)])
+def test_a_first_plan_changes_for_one_that_is_faster_by_enough(chain_s):
+    call = call_of(residency="off")
+    singles = [(index, index + 1) for index in range(12)]
+    slow = ExecutePlan(singles[:11], (11, 12), singles[10::-1])
+
+    def following(first, budget_bytes=None, layers=COSTS):
+        plans = chooser(call, chain_s, 0.01, budget_bytes)
+        plans.costs.expect(call.chain, layers, ELEMENTS)
+        plans.costs.record(call.chain).plans[plans.key(call)] = KeptPlan(first, 0)
+        plans.update_begun()
+        return plans.streaming(call), plans.seconds(call, call.tiles)
+
+    fastest, seconds = following(slow)
+    assert seconds(fastest) < (1 - REPLAN_GAIN) * seconds(slow)
+    assert following(fastest)[0] == fastest
+    heavier = [*COSTS[:-1], replace(COSTS[-1], forward_s=0.0105)]
+    assert following(fastest, layers=heavier)[0] == fastest  # the best one is nearly as fast
+    assert following(slow, budget_bytes=MB)[0] == slow  # nothing fits: the plan stays that has run
 
 
 def test_a_run_with_a_slow_optimizer_is_planned_with_it():

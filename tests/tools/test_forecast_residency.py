@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe.planning.stage_costs import num_trained
 from roundpipe.runtime.engine import builder
+from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools.command_line import main
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
@@ -75,19 +77,30 @@ def machine(memory_bytes: int) -> Machine:
 
 
 class Run:
-    """Two steps of a decoder on a CPU worker with a forecast's budget, and what there is then."""
+    """Some steps of a decoder on a CPU worker with a forecast's budget, and what there is then.
 
-    def __init__(self, kind: str, found: Forecast, dtype: torch.dtype) -> None:
+    ``expects``: whether layers are taken to be as fast as forecast, as once two steps were measured.
+    """
+
+    def __init__(
+        self, kind: str, found: Forecast, dtype: torch.dtype, *, num_steps: int = 2, expects: bool = False
+    ) -> None:
         options = roundpipe.RoundPipeRunConfig(num_microbatch=3, residency=found.training.residency)
         devices = [roundpipe.Device("cpu", memory_bytes=found.machine.budget_bytes)]
         model, given = decoder(kind, dtype), {"example_kwargs": kwargs_for(2), "optim_dtype": torch.float32}
         self.reports = []
         with roundpipe.compile(model, devices=devices, model_run_config=options, **given) as pipe:
             ours = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-3)
-            for _ in range(2):
+            for _ in range(num_steps):
                 pipe.forward_backward(input_kwargs=kwargs_for(6), loss_fn=_own_loss, loss_reduction="mean")
                 pipe.step(ours.step, is_async=False)
                 self.reports.append(pipe.report())
+                if expects and len(self.reports) == 2:
+                    # plans are chosen inside calls, by what steps have taught
+                    costs, chain = pipe._runner.builder.plans.costs, found.layers.chain
+                    known = found.layers.device_costs, chain.example_elements, found.tiles
+                    latest = pipe._runner.source.latest  # the chain of the calls
+                    costs.expect(latest, *known)
             # as values: tables show them as text
             session, built = pipe._session, pipe._runner.builder
             self.residency, self.plan = built.last_residency, built.last_plan
@@ -150,6 +163,33 @@ def test_steps_are_faster_the_more_lives_there_and_updates_there_take_their_time
     )
     found = forecast_at(layers, machine(10_000_000), TRAINING)
     assert slow - fast > found.residency.update_s(1e10 * EFFICIENCY.bandwidth) * 0.99
+
+
+@pytest.mark.parametrize(("memory_bytes", "residency"), [(2_000_000, "off"), (4_000_000, "off"), (6_000_000, "full")])
+def test_stages_are_those_of_a_run_where_updates_are_the_limit(
+    memory_bytes: int, residency: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knows its layers, links and updates as a run that has measured them."""
+    torch.use_deterministic_algorithms(False)
+    layers, training = layers_of("tied"), replace(TRAINING, residency=residency)
+    device = DeviceSpec("device", memory_bytes, 2e9, 1e9, 1e8, "made up")
+    slow, fast = (Machine(device, 1, EFFICIENCY, 1e15, update_bytes_per_s=rate) for rate in (2e8, 1e15))
+    found, beside = forecast_at(layers, slow, training), forecast_at(layers, fast, training)
+    assert found.simulation is not None
+    assert found.simulation.mean_idle.optimizer > 0.3
+    assert (found.plan != beside.plan) is (residency == "off")
+    chain_s = found.setting.profile.chain(sum(num_trained(cost) for cost in found.costs))
+    links = slow.link_bytes_per_s, slow.link_bytes_per_s
+
+    def measured(num_workers: int, budgets_bytes: Any, *args: Any, **options: Any) -> PlanChooser:
+        options |= {"accelerators": True, "chain": lambda: chain_s, "visit_s": lambda: 0.0}
+        return PlanChooser(num_workers, budgets_bytes, lambda: links, **options)
+
+    monkeypatch.setattr(builder, "PlanChooser", measured)
+    monkeypatch.setattr(CostModel, "times_of", lambda *args: None)
+    run = Run("tied", found, torch.float32, num_steps=5, expects=True)
+    assert (found.residency, found.plan) == (run.residency, run.plan)
+    assert len(found.residency.trained) == (residency == "full")
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

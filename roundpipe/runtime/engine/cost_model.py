@@ -55,6 +55,7 @@ class MeasuredTimes(TypedDict, total=False):
 
     chain: Callable[[], ChainSeconds | None]
     visit_s: Callable[[], float]
+    machine: HardwareProfile | None
 
 
 class CostModel:
@@ -67,6 +68,7 @@ class CostModel:
         measure: computes memory; None: that of the chain's costs is what is known.
         chain: what the optimizer's side takes of a round with all copies on the host; None: that is not known.
         visit_s: measured seconds that beginning a visit of a stage takes.
+        machine: what takes the place of all that is measured of links, updates and visits, as in a forecast.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class CostModel:
         *,
         chain: Callable[[], ChainSeconds | None] = lambda: None,
         visit_s: Callable[[], float] = lambda: 0.0,
+        machine: HardwareProfile | None = None,
     ) -> None:
         self.num_workers = num_workers
+        self._machine = machine
         self._chain = chain
         self._visit_s = visit_s
         self._link_speeds = link_speeds
@@ -196,9 +200,15 @@ class CostModel:
         if times is not None:
             self.record(call.chain).unread.append((times, call.elements(), call.tiles))
 
-    def expect(self, chain: LayerChain, costs: Sequence[LayerCost], elements: int) -> None:
-        """Take seconds of a chain's layers, for a microbatch of so many elements, as if steps had been measured."""
-        self.record(chain).times[UNTILED] = LayerTimes.known(costs, elements)
+    def expect(self, chain: LayerChain, costs: Sequence[LayerCost], elements: int, tiles: Tiles = UNTILED) -> None:
+        """Take seconds of a chain's layers, for a microbatch of so many elements, as if steps had been measured.
+
+        ``costs`` are those without tiles; ``tiles``: those that the steps ran in.
+        """
+        record = self.record(chain)
+        record.times[UNTILED] = LayerTimes.known(costs, elements)
+        if tiles != UNTILED and (memory := record.memory_at(elements, tiles)) is not None:
+            record.times[tiles] = LayerTimes.known(with_repetition(costs, memory), elements)
 
     def peaks_of(self, call: Call, plan: ExecutePlan) -> VisitPeaks | None:
         """Where to note what visits of a training step take, if memory was computed and a first step is to show it."""
@@ -251,21 +261,27 @@ class CostModel:
 
     def chain_of(self, call: Call) -> ChainSeconds | None:
         """What `prediction` counts with of the optimizer's side for a call; None: nothing."""
-        is_measured = self.is_measured(call.chain, call.tiles)
-        return self._chain() if is_measured and not call.is_evaluation else None
+        if call.is_evaluation or not self.is_measured(call.chain, call.tiles):
+            return None
+        if self._machine is not None:
+            return self._machine.chain(sum(map(num_trained, call.chain.costs)))
+        return self._chain()
 
     def _profile(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> HardwareProfile:
+        is_measured = self.is_measured(call.chain, call.tiles)
+        there_bytes_per_s = DEVICE_BYTES_PER_S if self._accelerators else inf
+        if self._machine is not None and is_measured and not call.is_evaluation:
+            return replace(self._machine, device_bytes_per_s=there_bytes_per_s)
         up, down = links
         profile = HardwareProfile.of_devices(
             self._accelerators,
             upload_bytes_per_s=up,
             download_bytes_per_s=down,
-            visit_s=self._visit_s() if self.is_measured(call.chain, call.tiles) else 0.0,
+            visit_s=self._visit_s() if is_measured else 0.0,
         )
         chain, num_parameters = self.chain_of(call), sum(map(num_trained, costs))
         if chain is None or not num_parameters:
             return profile
-        there_bytes_per_s = DEVICE_BYTES_PER_S if self._accelerators else inf
         return replace(profile, device_bytes_per_s=there_bytes_per_s).with_optimizer(num_parameters, chain)
 
     def tasks_s(self, num_stages: int, num_microbatches: int) -> float:

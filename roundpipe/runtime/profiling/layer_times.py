@@ -20,6 +20,8 @@ from roundpipe.runtime.device.backend import Moment
 
 LATEST_SHARE = 0.3
 """Weight of the latest step in the mean."""
+MANY_STEPS = 1000
+"""Steps that times count as which are known without any."""
 
 Kind = Literal["forward", "loss", "backward"]
 
@@ -68,9 +70,9 @@ class LayerTimes:
 
     @classmethod
     def known(cls, costs: Sequence[LayerCost], example_elements: int) -> LayerTimes:
-        """Seconds that need not be measured."""
+        """Seconds that need not be measured: as after many steps."""
         times = cls(costs, example_elements)
-        times._seen = 2
+        times._seen = MANY_STEPS
         return times
 
     @property
