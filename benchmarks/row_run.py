@@ -152,12 +152,14 @@ def measure_plain(row: Row, way: str, options: argparse.Namespace) -> dict[str, 
 def measure_ours(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Roundpipe with asynchronous updates."""
     log, logger = Log(), logging.getLogger("roundpipe")
+    level = logger.level
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     try:
         return _measure_ours(row, way, options) | {"log": log.lines}
     finally:
         logger.removeHandler(log)
+        logger.setLevel(level)
 
 
 def _measure_ours(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_fewer_devices_are_advised_where_they_are_faster(
 ) -> None:
     """Where a slow link binds, and the plan of a first step stays: fewer stages move fewer weights."""
     slow = ("--flops", "10T", "--memory", "1GiB", "--link", "10MB/s", "--optimizer", "sgd", "--seq", 16)
-    command = ("plan", tiny, *slow, "--microbatches", 1, "--recompute", "layer", "--json")
+    command = ("plan", tiny, *slow, "--residency", "off", "--microbatches", 1, "--recompute", "layer", "--json")
     best = json_of(run(*command, "--devices", 3))
     assert not [change for change in best["changes"] if "--devices" in change]
     # the plan of measured layers makes use of all devices: only without it is there something to advise

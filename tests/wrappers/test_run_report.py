@@ -207,13 +207,13 @@ def test_waiting_for_the_stage_before_is_seen():
 
 
 def test_what_python_takes_is_no_wait_for_a_stage(clock, monkeypatch):
-    ready, begin_read = Visit.ready, StepState.begin_read
+    arrive, begin_read = Visit.arrive, StepState.begin_read
 
     def slowly(function, *args):
         time.sleep(0.05)
         return function(*args)
 
-    monkeypatch.setattr(Visit, "ready", lambda *args: slowly(ready, *args))
+    monkeypatch.setattr(Visit, "arrive", lambda *args: slowly(arrive, *args))
     monkeypatch.setattr(StepState, "begin_read", lambda *args: slowly(begin_read, *args))
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         train(piped, 2)
