@@ -15,12 +15,13 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
+from roundpipe.core.shared_weights import SharedWeight
 from roundpipe.core.trees import Path
 
 Carry = dict[str, Any]
@@ -117,11 +118,17 @@ class LayerCost:
     """What measured peaks of forward stages with it showed beside what was computed; negative: less."""
     fused_excess_bytes: int = 0
     backward_excess_bytes: int = 0
+    shared: tuple[SharedWeight, ...] = ()
+    """Of its weights, those that other layers of the chain have too."""
 
     @property
     def training_bytes(self) -> int:
         """Largest number of bytes that its forward with autograd and its backward hold at once."""
         return self.activation_bytes + self.temporary_bytes
+
+    def figures(self) -> dict[str, Any]:
+        """All that is a number, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "shared"}
 
     def with_memory_of(self, other: LayerCost) -> LayerCost:
         """The cost with activations, memory in use and values at the cut of another, computed and measured."""

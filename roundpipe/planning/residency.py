@@ -18,6 +18,7 @@ from itertools import islice
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule
+from roundpipe.core.shared_weights import SharedWeight, counted_again
 from roundpipe.planning.stage_costs import (
     StageCost,
     StageCosts,
@@ -83,6 +84,11 @@ class Residency:
         streamed, layers = self.streamed(costs), sorted(self.layers | self.trained)
         return {index: costs[index].weight_bytes - streamed[index].weight_bytes for index in layers}
 
+    def weight_bytes(self, costs: Sequence[LayerCost]) -> int:
+        """What stays of all its layers, a weight that several have once."""
+        again = _again(costs, self.layers, is_trained=False) + _again(costs, self.trained, is_trained=True)
+        return sum(self.bytes_of(costs).values()) - again
+
     def stage_memory(self, plan: ExecutePlan, costs: StageCosts, num_workers: int) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
         jobs = training_jobs(plan, self.rest(costs), num_workers)
@@ -110,6 +116,7 @@ def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int, *, adds_up:
     """
     num_bytes = sum(cost.weight_bytes + (1 + adds_up) * cost.gradient_bytes for cost in costs) + optimizer_bytes
     layers = frozenset(range(len(costs)))
+    num_bytes -= _again(costs, layers, is_trained=False) + _again(costs, layers, is_trained=True)
     return Residency(layers, num_bytes, layers, optimizer_bytes)
 
 
@@ -122,7 +129,8 @@ def trained_residency(
     """
     trained = frozenset(layers)
     num_bytes = sum(_streamed_bytes(costs[index]) + (1 + adds_up) * costs[index].gradient_bytes for index in trained)
-    return Residency(frozenset(), num_bytes + optimizer_bytes, trained, optimizer_bytes)
+    num_bytes += optimizer_bytes - _again(costs, trained, is_trained=True)
+    return Residency(frozenset(), num_bytes, trained, optimizer_bytes)
 
 
 def with_weights_home(residency: Residency, costs: Sequence[LayerCost]) -> Residency:
@@ -143,19 +151,24 @@ def choose_residency(
         if index not in trained.layers and cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
     }
     if budget_bytes is None:
-        return trained | Residency(frozenset(frozen), sum(frozen.values()))
+        num_bytes = sum(frozen.values()) - _again(costs.layers, frozen, is_trained=False)
+        return trained | Residency(frozenset(frozen), num_bytes)
     stages, budget_bytes = trained.rest(costs).of_jobs(schedule), budget_bytes - trained.num_bytes
     weights = [stage.weight_bytes for stage in stages]
     beside_bytes = peak_bytes(stages, schedule.num_workers) - arena_bytes(weights, schedule.num_workers)
     stays: set[int] = set()
+    there: set[SharedWeight] = set()
     stays_bytes = 0
     while (index := _next(schedule, stages, weights, frozen)) is not None:
         num_bytes = frozen.pop(index)
         lighter = [size - num_bytes * (index in job.layers) for size, job in zip(weights, schedule.jobs, strict=True)]
+        shared = _shared(costs.layers[index], is_trained=False)
+        num_bytes -= sum(each.num_bytes for each in shared & there)
         needed_bytes = beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, schedule.num_workers)
         if needed_bytes <= budget_bytes:
             weights, stays_bytes = lighter, stays_bytes + num_bytes
             stays.add(index)
+            there |= shared
     return trained | Residency(frozenset(stays), stays_bytes)
 
 
@@ -176,3 +189,13 @@ def _next(
 def _streamed_bytes(cost: LayerCost) -> int:
     """Bytes of a layer's weights that are trained."""
     return min(cost.gradient_bytes, cost.weight_bytes)
+
+
+def _shared(cost: LayerCost, *, is_trained: bool) -> frozenset[SharedWeight]:
+    """What a layer has in common with others, of its trained or of its frozen weights."""
+    return frozenset(each for each in cost.shared if (each.is_trained and cost.gradient_bytes > 0) is is_trained)
+
+
+def _again(costs: Sequence[LayerCost], layers: Iterable[int], *, is_trained: bool) -> int:
+    """What a sum over layers counts more than once, of their trained or of their frozen weights."""
+    return counted_again(each for index in layers for each in _shared(costs[index], is_trained=is_trained))

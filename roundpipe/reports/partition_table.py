@@ -45,18 +45,20 @@ def layer_table(
     costs: Sequence[LayerCost] | None = None,
     measured: bool = False,
     resident_bytes: Mapping[int, int] = NOTHING_STAYS,
+    stays_bytes: int | None = None,
 ) -> str:
     """A table with one row per layer, repeated layers folded into one that shows one layer's sizes, and the totals.
 
     ``costs``, one per layer, are shown in place of the chain's; if ``measured``, their seconds in place of FLOPs.
-    ``resident_bytes`` are those of weights that stay on the devices.
+    ``resident_bytes`` are those of weights that stay on the devices, ``stays_bytes`` all of them, if that is no sum.
     """
     rows = []
     for index, (spec, cost) in enumerate(zip(chain.specs, costs or chain.costs, strict=True)):
         covers, stays = _covers(spec) + (" and the loss" if cost.has_loss else ""), resident_bytes.get(index, 0)
         key = ("L", _pattern(covers), *_sizes(cost), stays)
         rows.append(_Row(str(index), covers, covers, key, cost, resident_bytes=stays))
-    return _cost_table("layer", rows, "total", measured, _NO_COLUMNS if costs is None else _MEMORY_COLUMNS)
+    further = _NO_COLUMNS if costs is None else _MEMORY_COLUMNS
+    return _cost_table("layer", rows, "total", measured, further, stays_bytes)
 
 
 def stage_table(
@@ -100,16 +102,21 @@ def partition_table(
     memory: Mapping[str, DeviceMemory] | None = None,
     optim_dtypes: Sequence[torch.dtype] = (),
     resident_bytes: Mapping[int, int] = NOTHING_STAYS,
+    stays_bytes: int | None = None,
 ) -> str:
     """What a model was cut into: its layers and, with a plan, its stages; the title is the first line's subject.
 
     Costs are as for `layer_table`; ``memory`` is that of a device by stage. ``optim_dtypes`` are those of the
-    optimizer's copies. ``resident_bytes`` are, by layer, those of weights that stay on each device.
+    optimizer's copies. ``resident_bytes`` are, by layer, those of weights that stay on each device, and ``stays_bytes``
+    all of them, where some layers share theirs.
     """
     num_parameters = sum(parameter.numel() for parameter in parameters_in(chain))  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
     resident_bytes = resident_bytes if plan is not None else NOTHING_STAYS
-    tables = [layer_table(chain, costs=costs, measured=measured, resident_bytes=resident_bytes)]
+    stays_bytes = sum(resident_bytes.values()) if plan is None or stays_bytes is None else stays_bytes
+    tables = [
+        layer_table(chain, costs=costs, measured=measured, resident_bytes=resident_bytes, stays_bytes=stays_bytes)
+    ]
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
         tables.append(stage_table(chain, plan, costs=costs, measured=measured, resident_bytes=resident_bytes))
@@ -117,7 +124,7 @@ def partition_table(
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
     if resident_bytes:
-        parts.append(f"{format_bytes(sum(resident_bytes.values()))} of weights stay on each device")
+        parts.append(f"{format_bytes(stays_bytes)} of weights stay on each device")
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
     what = "measured seconds" if measured else "compute and bytes"
@@ -238,7 +245,12 @@ def _folded_row(alike: Sequence[_Row]) -> _Row:
 
 
 def _cost_table(
-    first: str, rows: Sequence[_Row], total_label: str, measured: bool, further: Mapping[str, _Column] = _NO_COLUMNS
+    first: str,
+    rows: Sequence[_Row],
+    total_label: str,
+    measured: bool,
+    further: Mapping[str, _Column] = _NO_COLUMNS,
+    stays_bytes: int | None = None,
 ) -> str:
     covers = ""
     if rows:
@@ -250,7 +262,7 @@ def _cost_table(
         covers = f"balance (heaviest / mean) {balance:.2f}"
     weight_bytes = sum(row.cost.weight_bytes * row.workers for row in rows)
     total_cost = replace(_sum([row.cost for row in rows]), weight_bytes=weight_bytes)
-    stays_bytes = sum(row.resident_bytes for row in rows)
+    stays_bytes = sum(row.resident_bytes for row in rows) if stays_bytes is None else stays_bytes
     total = _Row(total_label, covers, covers, (), total_cost, resident_bytes=stays_bytes)
     shown = (*_fold(rows), total)
     compute = _compute_columns(shown, measured)

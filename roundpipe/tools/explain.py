@@ -6,7 +6,6 @@ Everything is worked out from one trace on fakes: no weights are read, no thread
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -142,7 +141,7 @@ class Explanation:
             ],
             "outputs": [node.name for node in self.traced.outputs],
             "layers": [
-                {"name": spec.name, "modules": list(spec.module_names), **dataclasses.asdict(cost)}
+                {"name": spec.name, "modules": list(spec.module_names), **cost.figures()}
                 for spec, cost in zip(self.chain.specs, self.costs or self.chain.costs, strict=True)
             ],
             "device_memory": {name: memory._asdict() for name, memory in self.device_memory.items()},

@@ -90,6 +90,7 @@ def forecast_text(result: Forecast) -> str:
         memory=result.stages,
         optim_dtypes=dtypes,
         resident_bytes=result.residency.bytes_of(result.costs),
+        stays_bytes=result.residency.weight_bytes(result.costs),
     )
     return "\n\n".join((layers, summary_table(rows)))
 
@@ -157,7 +158,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
     layers = []
     resident, residency = result.residency.bytes_of(result.costs), result.residency
     for index, (spec, cost) in enumerate(zip(result.layers.chain.specs, result.costs, strict=True)):
-        layers.append({"name": spec.name, **asdict(cost), "resident_bytes": resident.get(index, 0)})
+        layers.append({"name": spec.name, **cost.figures(), "resident_bytes": resident.get(index, 0)})
         del layers[-1]["temporary_bytes"]
     return {
         "model": result.layers.target.name,

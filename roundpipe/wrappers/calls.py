@@ -212,6 +212,7 @@ class ChainRunner(Runner):
             memory=memory,
             optim_dtypes=self.session.optimizer.copy_dtypes(),
             resident_bytes=residency.bytes_of(chain.costs),
+            stays_bytes=residency.weight_bytes(chain.costs),
         )
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
+from roundpipe.core.shared_weights import shared_weights
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import ContentsSnapshot, TensorVersions, WeightSnapshot
 from roundpipe.effects.uses import asks_for_gradients
@@ -171,6 +173,7 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
                 gradient_bytes=sum(p.nbytes for p in module.parameters() if p.requires_grad),
             )
         )
+    costs = [replace(cost, shared=shared) for cost, shared in zip(costs, shared_weights(layers), strict=True)]
     return LayerChain(layers, specs, costs, _take_all, OutputExit(OutputValue(f"value_{len(modules)}")))
 
 

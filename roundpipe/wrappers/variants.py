@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import nn
 
 from roundpipe.core.layers import Carry, Glue, LayerChain, LayerCost, LayerSpec, MakesGlue, OwnLoss, Tail
+from roundpipe.core.shared_weights import shared_weights
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class JointChain(LayerChain):
                 for each in chain.specs[position].glue
             }
             layers.append(JointLayer(parts, specs[-1].makes, glue))
+        self._shared = shared_weights(layers)
         costs = self.joint_costs({number: chain.costs for number, chain in enumerate(chains)})
         made = {name for spec in specs for name in spec.makes}
         read = dict.fromkeys(name for reads in (*(spec.reads for spec in specs), exit.reads) for name in reads)
@@ -115,7 +117,8 @@ class JointChain(LayerChain):
     def joint_costs(self, costs: Mapping[int, Sequence[LayerCost]]) -> list[LayerCost]:
         """Costs of its layers, from those of some of its chains, by their numbers: the most that one takes."""
         sums = [[_sum([own[i] for i in group[number]]) for number, own in costs.items()] for group in self._groups]
-        return [LayerCost(**{name: max(getattr(each, name) for each in own) for name in _COSTS}) for own in sums]
+        most = [{name: max(getattr(each, name) for each in own) for name in _COSTS} for own in sums]
+        return [LayerCost(**own, shared=shared) for own, shared in zip(most, self._shared, strict=True)]
 
 
 class JointChains:
@@ -307,7 +310,7 @@ class _JointWeight:
         return float(self._weights[kwargs.pop(VARIANT)](args, kwargs))
 
 
-_COSTS = tuple(field.name for field in fields(LayerCost))
+_COSTS = tuple(field.name for field in fields(LayerCost) if field.name != "shared")
 
 
 def _sum(costs: Sequence[LayerCost]) -> LayerCost:

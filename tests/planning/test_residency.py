@@ -8,6 +8,7 @@ import pytest
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.shared_weights import SharedWeight
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.residency import (
     STREAMED,
@@ -136,3 +137,38 @@ def test_where_everything_stays_nothing_stays_twice() -> None:
     everything = full_residency(COSTS, 1000)
     schedule = make_schedule(PLAN, 1, 3)
     assert choose_residency(schedule, StageCosts(COSTS), 10**6, everything) == everything
+
+
+def tied(*, is_trained: bool) -> list[LayerCost]:
+    """The first and the last layer have a weight in common: most of what is frozen, or all that is trained."""
+    shared = (SharedWeight(0, 20 if is_trained else 160, is_trained),)
+    return [replace(COST, shared=shared if index in (0, 7) else ()) for index in range(8)]
+
+
+def test_a_frozen_weight_of_several_layers_is_counted_once() -> None:
+    schedule, costs = make_schedule(PLAN, 1, 3), StageCosts(tied(is_trained=False))
+    least = plan_peak_bytes(PLAN, costs.layers, num_workers=1)
+    stays = set()
+    for budget_bytes in range(least, least + 1700, 20):
+        residency = choose_residency(schedule, costs, budget_bytes)
+        both = {0, 7} <= residency.layers
+        assert residency.num_bytes == 180 * len(residency.layers) - 160 * both
+        assert residency.num_bytes == residency.weight_bytes(costs.layers)
+        assert sum(residency.bytes_of(costs.layers).values()) == 180 * len(residency.layers)
+        assert residency.peak_bytes(schedule, costs) <= budget_bytes
+        stays.add(frozenset({0, 7} & residency.layers))
+    assert {1, 2} <= {len(each) for each in stays}  # alone it is there as well
+    everything = choose_residency(schedule, costs, None)
+    assert everything.layers == set(range(8)) and everything.num_bytes == 8 * 180 - 160
+    assert full_residency(costs.layers, 1000).num_bytes == 8 * (200 + 20) - 160 + 1000
+    evaluated = [replace(cost, gradient_bytes=0) for cost in tied(is_trained=True)]
+    assert choose_residency(schedule, StageCosts(evaluated), None).num_bytes == 8 * 200 - 20
+
+
+def test_a_trained_weight_of_several_layers_is_counted_once() -> None:
+    costs = tied(is_trained=True)
+    assert full_residency(costs, 1000).num_bytes == 8 * (200 + 20) - 20 + 1000
+    both, one = (trained_residency(costs, layers, 70) for layers in ([0, 7], [0]))
+    assert both.num_bytes == 2 * (20 + 20) - 20 + 70 and one.num_bytes == 20 + 20 + 70
+    assert both.weight_bytes(costs) == 20 and both.bytes_of(costs) == {0: 20, 7: 20}
+    assert choose_residency(make_schedule(PLAN, 1, 3), StageCosts(costs), None).num_bytes == 8 * 180

@@ -170,7 +170,7 @@ def test_ties_parametrizations_and_buffers_are_as_in_eager_mode():
                     one[0].base.weight.mul_(1.5)
                     one[4].constant.add_(1)
                     one.zero_grad()
-        assert resident_bytes(piped) == [bytes_of(model, is_trained=False) + model[4].constant.nbytes]
+        assert resident_bytes(piped) == [bytes_of([model], is_trained=False) + model[4].constant.nbytes]
 
 
 @pytest.mark.parametrize("plan", [ExecutePlan([], (0, 4), []), ExecutePlan([(0, 2)], (2, 4), [(0, 2)])])

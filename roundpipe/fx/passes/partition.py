@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import PartitionError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerCost, is_differentiable
 from roundpipe.core.module_tree import common_path, parameters_in, weight_bytes_of
+from roundpipe.core.shared_weights import shared_weights
 from roundpipe.fx.graph.nodes import (
     covered_module,
     draws_random,
@@ -320,8 +321,12 @@ def layer_costs(
     traced: TracedGraph, partition: Partition, layers: Iterable[nn.Module], costs: Mapping[Node, NodeCost]
 ) -> tuple[LayerCost, ...]:
     """The costs of a partition's layers, from those of the nodes; shared weights and saved values once in a layer."""
-    pairs = zip(partition.chunks, layers, strict=True)
-    return tuple(_layer_cost(traced, partition.balance, chunk, layer, costs) for chunk, layer in pairs)
+    layers = list(layers)
+    parts = zip(partition.chunks, layers, shared_weights(layers), strict=True)
+    return tuple(
+        replace(_layer_cost(traced, partition.balance, chunk, layer, costs), shared=shared)
+        for chunk, layer, shared in parts
+    )
 
 
 def _layer_cost(

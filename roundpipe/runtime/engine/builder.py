@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -139,7 +141,7 @@ class StepBuilder:
         return replace(
             forward,
             weights=weights,
-            stays=_stays(weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
+            stays=_stays(chain, weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
             schedule=schedule,
             flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
             tied_jobs=self._tied(chain, schedule),
@@ -192,7 +194,7 @@ class StepBuilder:
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
+            stays=_stays(chain, weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
@@ -329,6 +331,7 @@ def _trained(weights: Sequence[LayerWeights], layers: Collection[int]) -> set[to
 
 
 def _stays(
+    chain: LayerChain,
     weights: Sequence[LayerWeights],
     layers: Collection[int],
     *,
@@ -339,14 +342,22 @@ def _stays(
 
     ``staying`` are parameters that live on the device, whichever layers have them.
     """
-    stays = []
+    stays, shared = [], _shared(chain, weights) if layers else frozenset()
     for index, one in enumerate(weights):
-        parts = [one.frozen_slots()] if index in layers else []
+        frozen = one.frozen_slots() if index in layers else ()
         twins = tuple(slot for slot in one.trained_slots() if one.slots[slot].tensor in staying) if staying else ()
-        if index in layers and with_trained:
-            parts.append(tuple(sorted({*one.steady_slots()}.difference(parts[0], twins))))
-        stays.append(Stay.of(one, parts, twins))
+        trained = {*one.steady_slots()}.difference(frozen, twins) if index in layers and with_trained else ()
+        stays.append(Stay.of(one, frozen, sorted(trained), twins, shared))
     return stays
+
+
+def _shared(chain: LayerChain, weights: Sequence[LayerWeights]) -> frozenset[int]:
+    """Identities of tensors that several layers have, of those for which plans know that layers share something."""
+    tensors = (
+        {id(slot.current) for slot in one.slots} for one, cost in zip(weights, chain.costs, strict=True) if cost.shared
+    )
+    counts = Counter(itertools.chain.from_iterable(tensors))
+    return frozenset(tensor for tensor, count in counts.items() if count > 1)
 
 
 def _drawing(call: Call) -> Iterator[int]:

@@ -137,12 +137,12 @@ class Visit:
             part = self.streamed[position]
             self._parts.append(part)
             tensors = dict(zip(stay.streamed, part.tensors, strict=True))
-            for number, indexes in enumerate(stay.parts):
-                part, uploaded = residents.bring(weights, number, indexes, step)
+            for slots in stay.parts:
+                part, uploaded = residents.bring(weights, slots, step)
                 copies += uploaded
                 self._parts.append(part)
                 self.memory.append(part.memory)
-                tensors.update(zip(indexes, part.tensors, strict=True))
+                tensors.update(zip(slots.indexes, part.tensors, strict=True))
             for index in stay.twins:
                 tensors[index], uploaded = residents.twins.bring(weights.slots[index].tensor, step)
                 copies += uploaded

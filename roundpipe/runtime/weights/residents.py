@@ -1,17 +1,18 @@
 """Weights that stay on a device from visit to visit, as far as the plan has left room for them.
 
-A layer's frozen weights are a part of their own, uploaded as a whole. A visit takes a part as it lies on the device as
-long as the host's tensors are what was uploaded: the same objects, in the same memory, not written since. Else the part
-is uploaded again, into new memory, since an earlier visit may still read the old.
+A layer's frozen weights are a part of their own, uploaded as a whole, but for tensors that other layers have too: each
+of these is a part by itself, which all of its layers take. A visit takes a part as it lies on the device as long as the
+host's tensors are what was uploaded: the same objects, in the same memory, not written since. Else the part is uploaded
+again, into new memory, since an earlier visit may still read the old.
 
 Invariant: a part that no layer asks for any more is dropped; so is one that a forward has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -29,23 +30,45 @@ Key = tuple[int, ...]
 """Identities of a part's tensors on the host, which it keeps alive."""
 
 
+class Place(NamedTuple):
+    """Which part of a layer."""
+
+    is_trained: bool
+    shared: int | None = None
+    """The slot that other layers have too; None: all that this one has alone."""
+
+
+class StayingSlots(NamedTuple):
+    """Slots of a layer that stay, and change together."""
+
+    place: Place
+    indexes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Stay:
     """What of a layer stays on devices in a step, and what each visit uploads."""
 
-    parts: tuple[tuple[int, ...], ...]
-    """Slots that stay, those together that change together."""
+    parts: tuple[StayingSlots, ...]
     streamed: tuple[int, ...]
     streamed_bytes: int
     twins: tuple[int, ...] = ()
     """Slots of parameters that live there."""
 
     @classmethod
-    def of(cls, weights: LayerWeights, parts: Iterable[tuple[int, ...]] = (), twins: tuple[int, ...] = ()) -> Self:
-        kept = tuple(part for part in parts if part)
-        staying = {*twins, *(index for part in kept for index in part)}
+    def of(
+        cls,
+        weights: LayerWeights,
+        frozen: Sequence[int] = (),
+        trained: Sequence[int] = (),
+        twins: tuple[int, ...] = (),
+        shared: Container[int] = (),
+    ) -> Self:
+        """``shared`` has the identities of tensors that other layers have too."""
+        parts = (*_parts(weights, frozen, shared, is_trained=False), *_parts(weights, trained, shared, is_trained=True))
+        staying = {*frozen, *trained, *twins}
         streamed = tuple(index for index in range(len(weights.slots)) if index not in staying)
-        return cls(kept, streamed, weights.bytes_of(streamed), twins)
+        return cls(parts, streamed, weights.bytes_of(streamed), twins)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,8 +140,8 @@ class Residents:
         self.twins = twins
         self._parts: dict[Key, ResidentPart] = {}
         """The one used last at the end."""
-        self._keys: dict[tuple[int, int], Key] = {}
-        """By the identity of a layer and the number of the part in its stay, what it last asked for."""
+        self._keys: dict[int, dict[Place, Key]] = {}
+        """By the identity of a layer, what it last asked for."""
         self.num_bytes = 0
 
     def make_room(self, stays: Iterable[tuple[LayerWeights, Stay]], most_bytes: int | None) -> int:
@@ -126,16 +149,14 @@ class Residents:
 
         ``stays`` are those of all layers of the step; without a limit everything is kept.
         """
-        used, needed_bytes = set(), 0
+        used: dict[Key, int] = {}
         for weights, stay in stays:
-            for indexes in stay.parts:
-                used.add(_key(weights, indexes))
-                needed_bytes += weights.bytes_of(indexes)
-            place = id(weights.layer), 0
-            if not stay.parts and self._keys.get(place, ()) != _key(weights, weights.frozen_slots()):
-                self._let_go(place)  # it is trained by now
+            asked = {place: _key(weights, indexes) for place, indexes in stay.parts}
+            self._let_go_of_others(weights, asked)
+            used |= {asked[place]: weights.bytes_of(indexes) for place, indexes in stay.parts}
         if most_bytes is None:
             return 0
+        needed_bytes = sum(used.values())
         others = [part for key, part in self._parts.items() if key not in used]
         other_bytes = sum(part.memory.numel() for part in others)
         for part in others:
@@ -145,18 +166,28 @@ class Residents:
             self.drop(part)
         return other_bytes
 
+    def _let_go_of_others(self, weights: LayerWeights, asked: Mapping[Place, Key]) -> None:
+        """Drop what a layer will not ask for again: it is trained or gone by now, or in another part."""
+        known = self._keys.get(id(weights.layer), {})
+        if not (others := {place: key for place, key in known.items() if place not in asked}):
+            return
+        elsewhere = {tensor for key in asked.values() for tensor in key}
+        frozen = {*_key(weights, weights.frozen_slots())}
+        for place, key in others.items():
+            if not elsewhere.isdisjoint(key) or not (place.is_trained or frozen.issuperset(key)):
+                self._let_go(weights.layer, place)
+
     def has_all(self, weights: LayerWeights, stay: Stay) -> bool:
         """Whether a layer's parts are on the device, as they may have been on the host before."""
-        return all(_key(weights, indexes) in self._parts for indexes in stay.parts)
+        return all(_key(weights, indexes) in self._parts for _, indexes in stay.parts)
 
-    def bring(
-        self, weights: LayerWeights, number: int, indexes: tuple[int, ...], step: int
-    ) -> tuple[ResidentPart, list[torch.Tensor]]:
+    def bring(self, weights: LayerWeights, slots: StayingSlots, step: int) -> tuple[ResidentPart, list[torch.Tensor]]:
         """A part of a layer as it is on the host now, uploaded if need be, and the copies that were made."""
-        key, place = _key(weights, indexes), (id(weights.layer), number)
-        if self._keys.get(place, key) != key:
-            self._let_go(place)
-        self._keys[place] = key
+        place, indexes = slots
+        key, keys = _key(weights, indexes), self._keys.setdefault(id(weights.layer), {})
+        if keys.get(place, key) != key:
+            self._let_go(weights.layer, place)
+        keys[place] = key
         part = self._parts.pop(key, None)
         copies: list[torch.Tensor] = []
         if part is None or not part.is_current(step):
@@ -182,12 +213,14 @@ class Residents:
 
     def forget(self, layer: nn.Module) -> None:
         """Drop a layer's parts that no other layer has."""
-        for place in [place for place in self._keys if place[0] == id(layer)]:
-            self._let_go(place)
+        for place in list(self._keys.get(id(layer), ())):
+            self._let_go(layer, place)
+        self._keys.pop(id(layer), None)
 
-    def _let_go(self, place: tuple[int, int]) -> None:
-        key = self._keys.pop(place, ())
-        if key not in self._keys.values() and (part := self._parts.get(key)) is not None:
+    def _let_go(self, layer: nn.Module, place: Place) -> None:
+        key = self._keys[id(layer)].pop(place)
+        is_asked_for = any(key in keys.values() for keys in self._keys.values())
+        if not is_asked_for and (part := self._parts.get(key)) is not None:
             self.drop(part)
 
     def drop(self, part: ResidentPart) -> None:
@@ -205,6 +238,16 @@ class Residents:
         for part in list(self._parts.values()):
             self.drop(part)
         self._keys.clear()
+
+
+def _parts(
+    weights: LayerWeights, slots: Sequence[int], shared: Container[int], *, is_trained: bool
+) -> Iterator[StayingSlots]:
+    apart = [index for index in slots if id(weights.slots[index].current) in shared]
+    if own := tuple(index for index in slots if index not in apart):
+        yield StayingSlots(Place(is_trained), own)
+    for index in apart:
+        yield StayingSlots(Place(is_trained, index), (index,))
 
 
 def _key(weights: LayerWeights, indexes: Iterable[int]) -> Key:
