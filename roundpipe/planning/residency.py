@@ -5,6 +5,7 @@ Trained weights stay with all that is theirs, on one worker alone; plans are mad
 Of layers whose frozen weights stay each worker keeps a copy of its own: stages go around as without, so no plan gets
 slower, and any worker may run any stage. What stays takes no room in the arena; in a plan of at most three stages on
 one worker, whose arena holds all weights anyway, it costs no memory at all.
+A weight that several such layers have is there once; one that does not stay is uploaded with its own.
 
 Such layers are chosen one by one from the stage whose uploads are the most for the time that it computes: what it
 brings is what the stage before it hides the least.

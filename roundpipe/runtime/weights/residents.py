@@ -30,7 +30,7 @@ Key = tuple[int, ...]
 """Identities of a part's tensors on the host, which it keeps alive."""
 
 
-class Place(NamedTuple):
+class PartOf(NamedTuple):
     """Which part of a layer."""
 
     is_trained: bool
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 class StayingSlots(NamedTuple):
     """Slots of a layer that stay, and change together."""
 
-    place: Place
+    place: PartOf
     indexes: tuple[int, ...]
 
 
@@ -140,7 +140,7 @@ class Residents:
         self.twins = twins
         self._parts: dict[Key, ResidentPart] = {}
         """The one used last at the end."""
-        self._keys: dict[int, dict[Place, Key]] = {}
+        self._keys: dict[int, dict[PartOf, Key]] = {}
         """By the identity of a layer, what it last asked for."""
         self.num_bytes = 0
 
@@ -166,7 +166,7 @@ class Residents:
             self.drop(part)
         return other_bytes
 
-    def _let_go_of_others(self, weights: LayerWeights, asked: Mapping[Place, Key]) -> None:
+    def _let_go_of_others(self, weights: LayerWeights, asked: Mapping[PartOf, Key]) -> None:
         """Drop what a layer will not ask for again: it is trained or gone by now, or in another part."""
         known = self._keys.get(id(weights.layer), {})
         if not (others := {place: key for place, key in known.items() if place not in asked}):
@@ -217,7 +217,7 @@ class Residents:
             self._let_go(layer, place)
         self._keys.pop(id(layer), None)
 
-    def _let_go(self, layer: nn.Module, place: Place) -> None:
+    def _let_go(self, layer: nn.Module, place: PartOf) -> None:
         key = self._keys[id(layer)].pop(place)
         is_asked_for = any(key in keys.values() for keys in self._keys.values())
         if not is_asked_for and (part := self._parts.get(key)) is not None:
@@ -245,9 +245,9 @@ def _parts(
 ) -> Iterator[StayingSlots]:
     apart = [index for index in slots if id(weights.slots[index].current) in shared]
     if own := tuple(index for index in slots if index not in apart):
-        yield StayingSlots(Place(is_trained), own)
+        yield StayingSlots(PartOf(is_trained), own)
     for index in apart:
-        yield StayingSlots(Place(is_trained, index), (index,))
+        yield StayingSlots(PartOf(is_trained, index), (index,))
 
 
 def _key(weights: LayerWeights, indexes: Iterable[int]) -> Key:
