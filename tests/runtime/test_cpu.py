@@ -9,6 +9,7 @@ from torch import func, nn
 
 from roundpipe.core.errors import SynchronizationError
 from roundpipe.core.random_state import SeededTorch
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch
@@ -141,6 +142,16 @@ def test_what_operators_allocate_is_counted_once_per_storage_until_it_is_freed()
     assert one.ledger.by_purpose["activations"] == 400  # the weight's gradient
     weight.grad = None
     assert one.ledger.total_bytes == 0
+
+
+def test_what_is_made_where_an_uploaded_value_was_is_counted():
+    """A layer may be the last to read what came up: its outputs may be at the same address."""
+    one = backend(memory_bytes=10**6)
+    uploaded = [torch.ones(10, 10) for _ in range(50)]
+    with one.activations([], uploaded):
+        uploaded.clear()
+        made = [torch.zeros(10, 10) for _ in range(100)]
+    assert one.ledger.total_bytes == sum(map(bytes_of, made))
 
 
 def test_activations_of_a_graph_that_is_dropped():

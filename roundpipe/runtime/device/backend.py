@@ -166,8 +166,13 @@ class Backend(ABC):
         """Count bytes that others allocated for as long as the context is open."""
         return nullcontext()
 
-    def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-        """Count what operators allocate inside, storages of ``known`` left out; may be entered again and again."""
+    def activations(
+        self, memory: Sequence[torch.Tensor], uploaded: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Count what operators allocate inside; may be entered again and again.
+
+        Storages of a visit's ``memory`` are left out, and those of what was ``uploaded`` as long as they live.
+        """
         return nullcontext()
 
     @abstractmethod

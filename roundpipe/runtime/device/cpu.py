@@ -127,10 +127,14 @@ class CpuBackend(Backend):
     def hold(self, num_bytes: int, purpose: str) -> AbstractContextManager[Any]:
         return Hold(self.ledger, num_bytes, purpose)
 
-    def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    def activations(
+        self, memory: Sequence[torch.Tensor], uploaded: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
         if self.ledger.budget_bytes is None:  # each operator would take some microseconds more
             return nullcontext()
-        return CountedAllocations(self.ledger, known)
+        counted = CountedAllocations(self.ledger, memory)
+        counted.leave_out(uploaded)  # a layer may be the last to read one: its outputs may then be where it was
+        return counted
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = self.ledger.peak_bytes

@@ -70,7 +70,7 @@ class MicrobatchRunner:
         carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
-        memory = backend.activations([*visit.memory, *tensors])
+        memory = backend.activations(visit.memory, tensors)
         with backend.hold(own_bytes, "carried values"):
             del tensors
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
@@ -126,7 +126,7 @@ class MicrobatchRunner:
             self._meter.until("no_work")
         carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
         label, label_bytes, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
-        memory = self._backend.activations([*visit.memory, *tensors, *trees.tensors(label)])
+        memory = self._backend.activations(visit.memory, [*tensors, *trees.tensors(label)])
         with self._backend.hold(own_bytes + label_bytes, "carried values"), spec.microbatch_context():
             del tensors
             with self._meter.computing("fused", segment.layers):
@@ -149,7 +149,7 @@ class MicrobatchRunner:
             if number:
                 self._pace.begin_part()
             carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
-            memory = self._backend.activations([*visit.memory, *tensors])
+            memory = self._backend.activations(visit.memory, tensors)
             with self._backend.hold(own_bytes, "carried values"):
                 del tensors
                 with self._meter.computing("recompute", segment.layers), memory:
