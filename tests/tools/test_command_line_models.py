@@ -134,7 +134,7 @@ def test_options_change_what_they_say(run: Output, tiny: Path) -> None:
     plain, size = of(), num_tiny_parameters()
     assert of("--optimizer", "sgd")["host_memory"]["optimizer_states"] == 0
     assert of("--optim-dtype", "bfloat16")["host_memory"]["optimizer_copies"] == 2 * size
-    assert of("--dtype", "float32")["host_memory"]["gradients"] == 4 * size
+    assert of("--dtype", "float32", "--residency", "off")["host_memory"]["gradients"] == 4 * size
     adapters = of("--lora", 2)
     per_block = 2 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32 + 2 * (32 + 64) + 64 + 32)  # q, k, v, o, gate, up, down
     assert adapters["host_memory"]["gradients"] == 2 * 6 * per_block
@@ -188,7 +188,8 @@ def test_a_timeline_is_written(run: Output, tiny: Path, tmp_path: Path) -> None:
     computed = [event for event in events if event.get("cat") == "compute"]
     assert {event["pid"] for event in computed} == {1, 2}
     fused = [event for event in computed if event["args"]["part"] == "fused"]
-    assert len(fused) == 3 * found["microbatches"]
+    runs = {(event["args"]["job"], event["args"]["microbatch"]) for event in fused}  # one may be shown in parts
+    assert len(runs) == 3 * found["microbatches"]
     starts = sorted({event["args"]["job"]: event["ts"] for event in reversed(fused)}.values())
     assert (starts[2] - starts[0]) / 2e6 == pytest.approx(found["step"]["seconds"], rel=0.02)
     assert any(event["name"].startswith("optimizer step") for event in events)
