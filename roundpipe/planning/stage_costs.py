@@ -6,10 +6,10 @@ Times follow the rotation's recurrence (`step_times.py`). Transfers are left out
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
-from operator import add, sub
+from operator import add
 from typing import Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
@@ -71,12 +71,13 @@ class StageCosts:
         self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
         kept = (cost.activation_bytes - cost.released_bytes for cost in costs)
         self._kept_bytes = list(accumulate(kept, initial=0))
-        befores = list(zip(self._kept_bytes[:-1], costs, strict=True))
-        self._peaks = _RangeMaximum([before + cost.training_bytes for before, cost in befores])
+        self._missing_bytes = self._gradient_bytes if is_alone else [0] * len(self._gradient_bytes)
+        """Of gradients of all layers in front of one, which the only run of a visit does not have yet: they come once
+        the layers behind them are done. Further runs find those of the run before."""
+        needs = [cost.training_bytes - missing for cost, missing in zip(costs, self._missing_bytes, strict=False)]
+        self._layer_peaks = _RangeMaximum(needs)
+        self._peaks = _RangeMaximum([*map(add, self._kept_bytes, needs)])
         """What all layers before one keep, and what that one needs."""
-        self._first_peaks = self._without_gradients(before + cost.training_bytes for before, cost in befores)
-        self._first_layer_peaks = self._without_gradients(cost.training_bytes for cost in costs)
-        """The same, and of layers one by one, less the gradients of all layers up to the one before."""
         self._forward_peaks = _RangeMaximum(
             [cost.workspace_bytes + self._values.before(index) for index, cost in enumerate(costs)]
         )
@@ -100,34 +101,17 @@ class StageCosts:
         return cost_of(start, stop).working_bytes
 
     def _layers_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """What the layers keep and need."""
+        """What the layers keep and need, less those gradients of their own that are not there by then."""
         if phase == "F":
             return self._forward_peak(start, start, stop)
         if phase == "B" and self.grain == "layer":
-            return self._most("training_bytes", start, stop)
-        peak_bytes = self._peaks.of(start, stop) - self._kept_bytes[start]
+            return self._layer_peaks.of(start, stop) + self._missing_bytes[start]
+        peak_bytes = self._peaks.of(start, stop) - self._kept_bytes[start] + self._missing_bytes[start]
         if phase == "U":
             return peak_bytes
-        return max(peak_bytes, self._recomputed_bytes(start, stop))
-
-    def _first_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """What the layers keep and need in a visit's first run, with the gradients that are there by then.
-
-        Those of a layer come once the layers behind it are done.
-        """
-        if phase == "F":
-            return self._layers_bytes(phase, start, stop)
-        if phase == "B" and self.grain == "layer":
-            return self._first_layer_peaks.of(start, stop) + self._gradient_bytes[stop]
-        peak_bytes = self._first_peaks.of(start, stop) - self._kept_bytes[start] + self._gradient_bytes[stop]
-        return peak_bytes if phase == "U" else max(peak_bytes, self._recomputed_bytes(start, stop))
-
-    def _without_gradients(self, peaks: Iterable[int]) -> _RangeMaximum:
-        return _RangeMaximum([*map(sub, peaks, self._gradient_bytes)])
-
-    def _recomputed_bytes(self, start: int, stop: int) -> int:
-        """At the end of recomputation: all results are there, and the gradients of what the range makes come up."""
-        return self._activation_bytes[stop] - self._activation_bytes[start] + self._values.made(start, stop)
+        # recomputation ends with all results there, and the gradients of what the range makes come up
+        results_bytes = self._activation_bytes[stop] - self._activation_bytes[start] + self._values.made(start, stop)
+        return max(peak_bytes, results_bytes - (self._missing_bytes[stop] - self._missing_bytes[start]))
 
     def _forward_peak(self, stage_start: int, start: int, stop: int) -> int:
         """Of layers without autograd; what comes up for the first one of a stage is counted by itself."""
@@ -177,16 +161,12 @@ class StageCosts:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
         carried, excess_bytes = self._carried(phase, start, stop, cuts), self.excess_bytes(phase, start, stop)
-        gradient_bytes = self.gradient_bytes(phase, start, stop)
-        if self.is_alone:  # the first run is the only one
-            layers_bytes = self._first_bytes(phase, start, stop) - gradient_bytes
-        else:
-            layers_bytes = self._layers_bytes(phase, start, stop)
+        layers_bytes = self._layers_bytes(phase, start, stop)
         cost = self._known[phase, start, stop, cuts] = StageCost(
             seconds=forward_s + backward_s,
             early_s=forward_s if phase == "B" else 0.0,
             weight_bytes=self.weight_bytes(start, stop),
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=self.gradient_bytes(phase, start, stop),
             working_bytes=layers_bytes + carried.present + carried.held + excess_bytes,
             excess_bytes=excess_bytes,
             carried=carried,

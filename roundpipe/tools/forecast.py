@@ -184,16 +184,15 @@ class _Run:
         self._plans, self._layers, self._call = plans, layers, call
         self._optimizer = optimizer
 
-    def let_live_there(self, streamed: ExecutePlan) -> ExecutePlan:
+    def let_live_there(self, streamed: ExecutePlan) -> None:
         """Choose what of trained weights lives on the device, in place of a plan that streams, by what is known."""
         full = self._plans.full
         full.allow(lambda call: True, self._optimizer)
-        plan = self._plans.in_place_of(self._call, streamed)
+        self._plans.in_place_of(self._call, streamed)
         if self._call.has_twins:
             self._plans.prove(self._call)
             self._optimizer = replace(self._optimizer, lives=frozenset(map(id, self.there())))
             full.allow(lambda call: True, self._optimizer)
-        return plan
 
     def measured_plan(self) -> ExecutePlan:
         """The plan that streams, behind steps and updates that were measured."""

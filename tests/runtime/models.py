@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 
 import torch
 from torch import nn
@@ -27,6 +28,17 @@ def batch(size=7, width=6, seed=3):
 
 def square_loss(output, label):
     return output.square().sum() if label is None else (output - label).square().sum()
+
+
+def slow_step(optimizer, seconds):
+    """A ``step_fn`` that takes so long."""
+
+    def step():
+        time.sleep(seconds)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def pieces(value, num):

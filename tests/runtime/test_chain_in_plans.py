@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -21,7 +20,7 @@ from roundpipe.runtime.engine.chain_record import KeptPlan
 from roundpipe.runtime.engine.plan_choice import MOST_LOOKS, REPLAN_GAIN, PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.meter import MeterReading, visit_seconds
-from tests.runtime.models import batch, chain, config, mlp, square_loss
+from tests.runtime.models import batch, chain, config, mlp, slow_step, square_loss
 
 MB = 10**6
 LAYER = LayerCost(
@@ -151,13 +150,7 @@ def test_a_run_with_a_slow_optimizer_is_planned_with_it():
     """Once two warm updates are known; a slow one is the limit of any plan."""
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
-        settings = config(2, preserve_rng_state=False)
-
-        def slow():
-            time.sleep(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
+        settings, slow = config(2, preserve_rng_state=False), slow_step(optimizer, 0.1)
         for _ in range(7):
             piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
             piped.step(slow)

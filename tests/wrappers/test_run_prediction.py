@@ -1,6 +1,5 @@
 """What `model.report()` predicts of a round, from what was measured."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import roundpipe
 from roundpipe.core.schedule import ExecutePlan
-from tests.runtime.models import batch, config, mlp, square_loss
+from tests.runtime.models import batch, config, mlp, slow_step, square_loss
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,13 +18,7 @@ def test_the_optimizers_chain_is_predicted_and_named():
     """No round is predicted to be shorter than an update and the hand-over behind it, as the same report has them."""
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
-        settings = config(2, plan=PLAN, preserve_rng_state=False)
-
-        def slow():
-            time.sleep(0.15)
-            optimizer.step()
-            optimizer.zero_grad()
-
+        settings, slow = config(2, plan=PLAN, preserve_rng_state=False), slow_step(optimizer, 0.15)
         for _ in range(6):
             piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
             piped.step(slow)
@@ -41,13 +34,7 @@ def test_a_window_of_few_rounds_does_not_change_the_chain():
     """Rounds and updates that end in it need not be as many: what an update takes is known by itself."""
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
-        settings = config(2, plan=PLAN, preserve_rng_state=False)
-
-        def slow():
-            time.sleep(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
+        settings, slow = config(2, plan=PLAN, preserve_rng_state=False), slow_step(optimizer, 0.1)
         for step in range(6):
             piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
             if step == 4:
@@ -62,13 +49,7 @@ def test_rounds_that_do_not_overlap_have_the_hand_over_behind_the_update():
     model = mlp(6)
     with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
         optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
-        settings = config(2, plan=PLAN, preserve_rng_state=False)
-
-        def slow():
-            time.sleep(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
+        settings, slow = config(2, plan=PLAN, preserve_rng_state=False), slow_step(optimizer, 0.1)
         for _ in range(5):
             x = batch().requires_grad_()
             piped.forward_backward((x,), loss_fn=square_loss, run_config=settings)

@@ -130,7 +130,7 @@ class PlansBeside:
     def seconds(self, found: PlanBeside) -> float:
         """What a plan takes that was found before, by what is known now."""
         residency = found.residency
-        predict = self._prediction(residency, self._budget_bytes - residency.num_bytes)
+        predict = self._prediction(residency)
         return self._seconds(found.plan, predict, residency.streamed(self._costs))
 
     def of_some(self, most_layers: int | None) -> Iterator[PlanBeside]:
@@ -170,12 +170,16 @@ class PlansBeside:
 
     def _fits(self, layers: Sequence[int]) -> bool:
         residency = self._residency(layers)
-        there, left_bytes = residency.streamed(self._costs), self._budget_bytes - residency.num_bytes
+        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency)
         if left_bytes <= 0:
             return False
         if self._call.config.execute_plan is not None:
             return self._peak_bytes(there) <= left_bytes
         return has_plan(there, **self._arguments(left_bytes))
+
+    def _left_bytes(self, residency: Residency) -> int:
+        """For a plan beside what stays."""
+        return self._budget_bytes - residency.num_bytes
 
     def _peak_bytes(self, costs: Sequence[LayerCost]) -> int:
         """Of the plan that the user has given."""
@@ -186,8 +190,8 @@ class PlansBeside:
         call, links = self._call, self._links
         if self._is_unasked:
             residency = with_weights_home(residency, self._costs)
-        there, left_bytes = residency.streamed(self._costs), self._budget_bytes - residency.num_bytes
-        predict = self._prediction(residency, left_bytes)
+        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency)
+        predict = self._prediction(residency)
         plan: ExecutePlan | None = None
         if call.config.execute_plan is not None:
             plan = self._streamed if self._peak_bytes(there) <= left_bytes else None
@@ -198,7 +202,7 @@ class PlansBeside:
                 plan = None
         if plan is None:
             return None
-        seconds, room = self._seconds(plan, predict, there), self._room(plan, residency, left_bytes)
+        seconds, room = self._seconds(plan, predict, there), self._room(plan, residency)
         has_updates = predict is not None and self._model.chain_of(call) is not None
         return PlanBeside(plan, residency, room, seconds, has_updates)
 
@@ -206,11 +210,11 @@ class PlansBeside:
     def _links(self) -> tuple[float, float]:
         return self._model.links(self._call.chain, self._call.tiles)
 
-    def _prediction(self, residency: Residency, left_bytes: int) -> Prediction | None:
+    def _prediction(self, residency: Residency) -> Prediction | None:
         """Seconds per step of plans beside what stays, if the simulator is asked."""
 
         def stays(schedule: Schedule, costs: StageCosts) -> Residency:
-            return choose_residency(schedule, costs, left_bytes + residency.num_bytes, residency)
+            return choose_residency(schedule, costs, self._budget_bytes, residency)
 
         return self._model.prediction(self._call, self._costs, self._links, stays)
 
@@ -219,7 +223,7 @@ class PlansBeside:
             return predict(plan)
         return plan_seconds(plan, there, num_workers=1, num_microbatches=self._call.num_microbatches)
 
-    def _room(self, plan: ExecutePlan, trained: Residency, left_bytes: int) -> Room:
+    def _room(self, plan: ExecutePlan, trained: Residency) -> Room:
         """What stays beside a plan in all, and what is left."""
         call, costs = self._call, self._costs
         if len(trained.layers) == len(costs):
@@ -230,9 +234,8 @@ class PlansBeside:
         ranges = StageCosts(costs, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
         kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
         schedule = make_schedule(plan, 1, call.num_microbatches, kind=kind)
-        budget_bytes = left_bytes + trained.num_bytes
-        residency = choose_residency(schedule, ranges, budget_bytes, trained)
-        spare_bytes = max(budget_bytes - residency.peak_bytes(schedule, ranges), 0)
+        residency = choose_residency(schedule, ranges, self._budget_bytes, trained)
+        spare_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, ranges), 0)
         return Room(residency, residency.num_bytes - trained.num_bytes + spare_bytes, spare_bytes)
 
 

@@ -91,8 +91,9 @@ class DeviceSteps(PlainSteps):
         pairs = self._pairs.with_new()
         self._pairs.make_copies(pairs)  # or nobody shows the gradients of those that have none
         staying = set(parameters)
-        gradients = [pair.copy for pair in pairs if pair.parameter in staying and pair.passes_gradient_on]
-        self._twins.begin(parameters, num_bytes, sum(copy.nbytes for copy in gradients if copy is not None))
+        passed_on = [pair.copy for pair in pairs if pair.parameter in staying and pair.passes_gradient_on]
+        # gradients that are the copies' as they are count as the model's already
+        self._twins.begin(parameters, num_bytes - sum(copy.nbytes for copy in passed_on if copy is not None))
         try:
             self._updates.run(pairs, self._begin_now)
         except BaseException:

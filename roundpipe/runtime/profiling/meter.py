@@ -216,6 +216,8 @@ class MeterReading(NamedTuple):
             {cause: seconds - earlier.idle_s[cause] for cause, seconds in self.idle_s.items()},
             tuple(now - then for now, then in zip(self.moved_bytes, earlier.moved_bytes, strict=True)),
             tuple((a - c, b - d) for (a, b), (c, d) in zip(self.link, earlier.link, strict=True)),
+            (self.visits[0] - earlier.visits[0], self.visits[1] - earlier.visits[1]),
+            (self.runs[0] - earlier.runs[0], self.runs[1] - earlier.runs[1]),
         )
 
 

@@ -231,9 +231,7 @@ class LayerWeights:
                     backend.upload(part.detach(), span.view(region, offset), Lane.WEIGHTS) for span, part in parts
                 ]
             found[index] = view = views[index] if index in views else slot.view(region, offset)
-            if (
-                slot.is_parameter and slot.is_plain
-            ):  # a module gets a buffer's view itself, and may do with it as it likes
+            if slot.is_parameter and slot.is_plain:  # a buffer's view is the module's own, to do with as it likes
                 views[index] = view
         return found, copies
 

@@ -102,17 +102,16 @@ class Twins:
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     @torch.inference_mode(False)
-    def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int, passed_on_bytes: int = 0) -> None:
+    def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int) -> None:
         """Make room for twins of these; they get their values when a visit asks for them.
 
-        ``beside_bytes`` are counted for what the optimizer's side will take, of which the ``passed_on_bytes`` are those
-        of gradients that the model has made, as such they are counted already. What is raised leaves nothing behind.
+        ``beside_bytes`` are counted for what the optimizer's side will take. What is raised leaves nothing behind.
         """
         backend = self.backend
         with backend.activate():  # for memory that is COMPUTE's
             memory = backend.allocate(sum(aligned(each.nbytes) for each in parameters), PURPOSE)
         try:
-            self._beside.enter_context(backend.hold(beside_bytes - passed_on_bytes, BESIDE))
+            self._beside.enter_context(backend.hold(beside_bytes, BESIDE))
         except BaseException:
             backend.free(memory, PURPOSE)
             raise
