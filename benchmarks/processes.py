@@ -162,14 +162,16 @@ def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
     length = 64 if options.model.startswith("tiny") else options.length
     ids = torch.randint(0, 1000, (options.microbatches * options.batch, length))
     if way == "rotation":
-        names = ["cpu"] * options.processes if on_cpu else [f"{options.device}:{i}" for i in range(options.processes)]
+        cards = 1 if options.share_card else options.processes
+        names = ["cpu"] * options.processes if on_cpu else [f"{options.device}:{index}" for index in range(cards)]
         found = rotate(way, [roundpipe.Device(name) for name in names], ids, options)
         return {**found, "tokens_per_s": ids.numel() / found["seconds"]}
-    device = torch.device("cpu") if on_cpu else torch.device(options.device, rank)
+    device = torch.device("cpu") if on_cpu else torch.device(options.device, 0 if options.share_card else rank)
     if not on_cpu:
         torch.accelerator.set_device_index(device)
     store = f"file://{options.folder / 'store'}"
-    dist.init_process_group("gloo" if on_cpu else "nccl", store, rank=rank, world_size=options.processes)
+    backend = "gloo" if on_cpu or options.share_card else "nccl"  # NCCL takes a card once
+    dist.init_process_group(backend, store, rank=rank, world_size=options.processes)
     say("ranks are connected")
     try:
         if way == "stages":
@@ -254,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count, at most")
     parser.add_argument("--steps", type=int, default=4, help="that count, at most")
     parser.add_argument("--limit", type=float, default=50.0, help="seconds of a way, from its start to its end")
+    parser.add_argument("--share-card", action="store_true", help="try all but stages on one card, connected by gloo")
     parser.add_argument("--ways", default=",".join(WAYS), help="some of them, separated by commas")
     parser.add_argument("--json", type=Path)
     of_process = [parser.add_argument(f"--{name}", help=argparse.SUPPRESS) for name in ("way", "folder")]

@@ -1,5 +1,7 @@
 """`generate` and `streamed`: the model's own code on a device, its weights brought when they are read."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,22 @@ def test_generates_what_the_plain_model_does_within_the_budget(build, share):
         assert before != packed == addresses(model)
         assert piped.trace_count == 0
         assert budget is None or piped.peak_device_bytes() <= budget
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_generates_on_a_card_what_the_plain_model_does_there(share):
+    model = llama(6, hidden_size=512, intermediate_size=2048)  # 200 MB
+    plain, options = copy.deepcopy(model).cuda(), prompt() | {"max_new_tokens": 8, "min_new_tokens": 8}
+    on_card = options | {name: options[name].cuda() for name in ("input_ids", "attention_mask")}
+    budget = None if share is None else int(share * weight_bytes(model)) + (80 << 20)  # libraries have workspaces
+    with roundpipe.compile(model, devices=[roundpipe.Device("cuda:0", memory_bytes=budget)]) as piped:
+        for way, more in {"greedy": {}, "sampled": {"do_sample": True}}.items():
+            torch.manual_seed(3)
+            expected = plain.generate(**on_card, **more).cpu()
+            torch.manual_seed(3)
+            assert torch.equal(piped.generate(**options, **more).cpu(), expected), way
 
 
 def test_each_token_brings_no_more_than_what_has_no_room():
