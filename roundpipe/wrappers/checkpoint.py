@@ -300,8 +300,9 @@ def _taken_over(name: str, value: Any, state: Mapping[str, Any], folder: Path) -
         return name, lambda: value.load_state_dict(after), lambda: value.load_state_dict(before)
 
     def load_optimizer() -> None:
+        needed = set(value.defaults)  # a load adds to them
         value.load_state_dict(after)  # may add what older versions of its class did not have
-        missing = {key for group in value.param_groups for key in value.defaults.keys() - group.keys()}
+        missing = {key for group in value.param_groups for key in needed - group.keys()}
         if missing:
             raise ValueError(f"{what} has no {', '.join(sorted(missing))}, which {kind} needs")
 

@@ -176,7 +176,8 @@ def _part(pair: ParameterPair, state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_fields(saved: Mapping[str, Any], pairs: Sequence[ParameterPair], what: str) -> None:
     """One parameter's state has the fields that others of its shape and group have.
 
-    And a field that has the shape of its parameter for one, as moments have, has it for all.
+    And a field that has the shape of its parameter for one, as moments have, has it for all, or that of a sum over some
+    of its dimensions, which are 1 then: Adafactor's sums over columns have it whole where there is one column.
     """
     shapes = {pair.names[0]: pair.parameter.shape for pair in pairs}
     state = {name: values for name, values in saved["state"].items() if name in shapes and values}
@@ -197,7 +198,9 @@ def _check_fields(saved: Mapping[str, Any], pairs: Sequence[ParameterPair], what
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return value is None or (isinstance(value, torch.Tensor) and value.shape == shape)
+    if not isinstance(value, torch.Tensor):
+        return value is None
+    return value.ndim == len(shape) and all(size in (1, whole) for size, whole in zip(value.shape, shape, strict=True))
 
 
 # Checks

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import roundpipe
 from roundpipe.core import random_state
@@ -36,6 +37,37 @@ def test_resuming_is_equal_bit_for_bit(tmp_path, make_optimizer, is_async, dtype
         assert model.load_checkpoint(tmp_path / "c", optimizer) == checkpoint.Checkpoint(3, None)
         assert_equal(clones(model), at_save)
         train(model, optimizer, 3, is_async)
+        assert_equal(clones(model), expected)
+
+
+OF_TORCH = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_each_of_torchs_optimizers_resumes(tmp_path, kind):
+    kernels = [(1, 3), (4, 1)]  # sums over dimensions of one element have the whole shape, others have not
+
+    def convolutions():
+        torch.manual_seed(1)
+        layers = [nn.Conv1d(channels, 4, kernel, padding="same") for channels, kernel in kernels]
+        return roundpipe.RoundPipe(nn.Sequential(*layers), devices=["cpu"] * 2)
+
+    def train_on(model, optimizer, seeds):
+        for seed in seeds:
+            inputs = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(seed))
+            model.forward_backward((inputs,), loss_fn=loss)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+    with convolutions() as model:
+        optimizer = getattr(torch.optim, kind)(model.optim_parameters(), lr=0.01)
+        train_on(model, optimizer, range(2))
+        model.save_checkpoint(tmp_path / "c", optimizer)
+        train_on(model, optimizer, range(2, 4))
+        expected = clones(model)
+    with convolutions() as model:
+        optimizer = getattr(torch.optim, kind)(model.optim_parameters(), lr=0.01)
+        model.load_checkpoint(tmp_path / "c", optimizer)
+        train_on(model, optimizer, range(2, 4))
         assert_equal(clones(model), expected)
 
 
