@@ -28,7 +28,7 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.chain_record import times_the_example
-from roundpipe.runtime.engine.cost_model import with_repetition
+from roundpipe.runtime.engine.cost_model import with_tiles
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.plans_beside import trained_parameters
 from roundpipe.runtime.engine.spec import Call
@@ -222,7 +222,7 @@ def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
     memory = layers.memory(call, call.tiles)
     if memory is None:
         return tuple(costs)
-    costs = with_repetition(costs, memory)
+    costs = with_tiles(costs, memory)
     return tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
 
 

@@ -40,6 +40,8 @@ MOST_SIMULATED_WORKERS = 2000
 TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches or
 stages from few large ones, which cost the same otherwise."""
+_ADD_ACCESSES = 3
+"""How often adding to a gradient reads or writes as much as it has."""
 MOST_SIZES = 8
 """Sizes of microbatches whose memory is computed; that of others is scaled from the nearest."""
 
@@ -143,7 +145,7 @@ class CostModel:
             costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
         memory = record.memory_at(elements, tiles)
         if basis != tiles and memory is not None:
-            costs = with_repetition(costs, memory)
+            costs = with_tiles(costs, memory)
         if memory is None:
             return costs
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
@@ -208,7 +210,7 @@ class CostModel:
         record = self.record(chain)
         record.times[UNTILED] = LayerTimes.known(costs, elements)
         if tiles != UNTILED and (memory := record.memory_at(elements, tiles)) is not None:
-            record.times[tiles] = LayerTimes.known(with_repetition(costs, memory), elements)
+            record.times[tiles] = LayerTimes.known(with_tiles(costs, memory), elements)
 
     def peaks_of(self, call: Call, plan: ExecutePlan) -> VisitPeaks | None:
         """Where to note what visits of a training step take, if memory was computed and a first step is to show it."""
@@ -289,15 +291,20 @@ class CostModel:
         return TASK_S * num_stages * num_microbatches / self.num_workers
 
 
-def with_repetition(costs: Sequence[LayerCost], tiled: Sequence[LayerCost]) -> list[LayerCost]:
-    """Costs in tiles: with the forward that the backward of some layers repeats."""
+def with_tiles(costs: Sequence[LayerCost], tiled: Sequence[LayerCost]) -> list[LayerCost]:
+    """Costs of layers that were measured whole, as they are in tiles."""
     return [
-        replace(
-            cost,
-            backward_s=cost.backward_s + cost.forward_s,
-            backward_flops=cost.backward_flops + cost.forward_flops,
-        )
-        if memory.repeats
-        else cost
-        for cost, memory in zip(costs, tiled, strict=True)
+        _in_tiles(cost, memory) if memory.num_tiles > 1 else cost for cost, memory in zip(costs, tiled, strict=True)
     ]
+
+
+def _in_tiles(cost: LayerCost, tiled: LayerCost) -> LayerCost:
+    """Each tile reads the weights, and adds to their gradients; the backward of some layers repeats their forward."""
+    read_s = tiled.num_tiles * cost.weight_bytes / DEVICE_BYTES_PER_S
+    add_s = tiled.num_tiles * _ADD_ACCESSES * cost.gradient_bytes / DEVICE_BYTES_PER_S
+    forward_s, backward_s, backward_flops = max(cost.forward_s, read_s), cost.backward_s, cost.backward_flops
+    if backward_s:
+        backward_s = max(backward_s, read_s) + add_s
+    if tiled.repeats:
+        backward_s, backward_flops = backward_s + forward_s, backward_flops + cost.forward_flops
+    return replace(cost, forward_s=forward_s, backward_s=backward_s, backward_flops=backward_flops)

@@ -1,4 +1,4 @@
-"""Into how many tiles the rows of a call's layers are cut: none where a plan fits without, unless it is much slower.
+"""Into how many tiles the rows of a call's layers are cut: few where nothing fits without, or where they bring time.
 
 a plan fits untiled      in tiles of the tail too, if the room that larger stages have makes it faster by enough
 none does                in the fewest tiles in which one does: of the tail, then of all layers
@@ -25,7 +25,7 @@ from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
 
-TILES_GAIN = 0.1
+TILES_GAIN = 0.03
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 TAIL_RUNGS = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(1, 64, at_once=False))
 LAYER_RUNGS = (Tiles(4, 64), Tiles(16, 64), Tiles(64, 256), Tiles(64, 256, at_once=False))
@@ -66,7 +66,7 @@ class PlansInTiles(Protocol):
 
 
 def choose_with_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Tiles]:
-    """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
+    """The best plan, and the tiles it is for: none where one fits, unless they bring time; else few."""
     if given := given_tiles(call.config):
         for tiles in given[:-1]:
             with contextlib.suppress(DeviceMemoryError):
@@ -109,25 +109,25 @@ def _with_fewest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Ti
 
 
 def _faster_in_tiles(plans: PlansInTiles, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
-    """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
+    """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough.
+
+    The same for finer tiles, as long as a tail that takes no memory would be.
+    """
     found = plan, UNTILED
     predict = plans.prediction(call, UNTILED)
     if predict is None or not plans.has_budget or call.config.tiles is not None:
         return found
-    least_s, tail = (1 - TILES_GAIN) * predict(plan), [len(call.chain) - 1]
-    if plans.least_seconds(call, UNTILED, tail) > least_s or predict(plans.choose(call, UNTILED, tail)) > least_s:
+    found_s, tail = predict(plan), [len(call.chain) - 1]
+    if plans.least_seconds(call, UNTILED, tail) > (1 - TILES_GAIN) * found_s:
         return found
-    *coarser, finest = filter(operator.attrgetter("at_once"), TAIL_RUNGS)
-    if not plans.costs.is_less(call, UNTILED, finest):
-        return found
-    last, last_s = _timed(plans, call, finest)
-    if last_s > least_s:  # fewer tiles, which take more memory, are no faster
-        return found
-    for tiles in coarser:
+    least_s = predict(plans.choose(call, UNTILED, tail))
+    for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
+        if least_s > (1 - TILES_GAIN) * found_s or not plans.costs.is_less(call, UNTILED, tiles):
+            break
         other, seconds = _timed(plans, call, tiles)
-        if seconds <= least_s:
-            found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
-    return (last, finest) if last_s <= least_s else found
+        if seconds <= (1 - TILES_GAIN) * found_s:
+            found, found_s = (other, tiles), seconds
+    return found
 
 
 def _timed(plans: PlansInTiles, call: Call, tiles: Tiles) -> tuple[ExecutePlan, float]:
