@@ -6,9 +6,9 @@ tasks and has one link up and one down; values that stages hand on go before wei
 links and the optimizer share the host's memory bandwidth. What lives on a device is updated there behind the step's
 jobs.
 
-The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home and are
-converted into the optimizer's, behind which the worker's next job but one is released; the update begins when all are
-and its thread has written the weights of the update before into the model, which it does when the step is made, layer
+The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home, behind
+which the worker's next job is released, and are converted into the optimizer's; the update begins when all are and its
+thread has written the weights of the update before into the model, which it does when the step is made, layer
 by layer behind their last uploads; the next step brings up what is written. A worker brings up the weights of its next
 job before it runs one, so it waits for both.
 
@@ -172,14 +172,14 @@ class StepReplay:
     def _add_release(self, job: Job, last: Node, gradients: Node | None, gradient_bytes: int) -> EarlierJob:
         """A job's end: its gradients become the optimizer's behind those of the jobs before it.
 
-        The worker goes on when those are.
+        The worker goes on when those of the job before it are home.
         """
         earlier = self._earlier[job.worker]
-        settled = earlier[-1].settled if earlier else Node()
+        settled, released = earlier[-1].settled if earlier else Node(), Node()
         if not earlier:
             self._queue.add(settled)
-        released = Node()
-        self._queue.add(released, last, settled)
+        home = earlier[-1].gradients if earlier else None
+        self._queue.add(released, last, *([] if home is None else [home]))
         if gradients is not None:
             num_trained_there = sum(num_trained(self._costs.layers[layer]) for layer in job.layers)
             num_bytes = self._profile.gradients_bytes_per_parameter * num_trained_there

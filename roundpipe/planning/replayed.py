@@ -57,7 +57,7 @@ class EarlierJob(NamedTuple):
     settled: Node
     """When its gradients are the optimizer's, and those of the jobs before it."""
     released: Node
-    """When the worker goes on behind it: the gradients of the jobs before it are settled."""
+    """When the worker goes on behind it: the gradients of the job before it are home."""
 
 
 class JobWaits(NamedTuple):

@@ -32,7 +32,7 @@ _PREFIXES: dict[Activity, str] = {
     "kept": "kept values of ",
     "weights": "weights of ",
     "gradients": "gradients of ",
-    "added": "add gradients of ",
+    "added": "convert gradients of ",
 }
 _OF_UPDATES: dict[Activity, tuple[str, str, str]] = {
     "update": (OPTIMIZER, "update", "optimizer step {}"),
@@ -54,7 +54,7 @@ class Idle:
     no_work: float
     """No microbatch is ready: the stage before is not done."""
     gradients: float = 0.0
-    """Those of the job before the last are not yet the optimizer's."""
+    """Those of the job before the last are not yet home."""
 
     @property
     def total(self) -> float:
@@ -186,7 +186,7 @@ def _spans(steps: StepReplay) -> Iterator[Span]:
             args["bytes"] = round(num_bytes)
         else:
             args["part"] = activity if activity == "recompute" else _PARTS[job.phase]
-        lane: str = "home" if activity == "added" else activity
+        lane: str = "converted" if activity == "added" else activity
         if activity == "recompute":
             name, lane = f"{name} recompute", "compute"
         yield Span(f"worker {job.worker}", lane, name, start_s, node.over_s, args)

@@ -21,7 +21,7 @@ FORMATS = (".json", ".png")
 OPTIMIZER = "optimizer"
 """The optimizer's thread, as a device."""
 _OF_DEVICES = ("compute", "waits", "upload", "weights", "download", "gradients")
-_OF_HOST = ("home", "update", "hand-over", "averaging", "other ranks")
+_OF_HOST = ("home", "converted", "update", "hand-over", "averaging", "other ranks")
 LANES = (*_OF_DEVICES, *_OF_HOST)
 """In the order in which they are shown."""
 
@@ -47,8 +47,8 @@ class Span:
     """Such as ``cuda:0 (worker 0)``, or ``optimizer``."""
     lane: str
     """``compute``; copies: ``upload``, ``download``, ``weights``, ``gradients``; ``waits``; ``home``: gradients are
-    added to the host's; of the optimizer: ``update``, ``hand-over``, ``waits``; with other ranks: ``averaging``, and
-    ``other ranks``, which it waits for."""
+    added to the host's, and ``converted`` for the optimizer; of this: ``update``, ``hand-over``, ``waits``; with other
+    ranks: ``averaging``, and ``other ranks``, which it waits for."""
     name: str
     """Such as ``U[22:24] m3``, ``weights of B1[3:5]``, ``wait for weights``, ``optimizer step 4``."""
     start_s: float

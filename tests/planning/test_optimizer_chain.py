@@ -44,19 +44,19 @@ def test_an_update_beside_the_round_leaves_the_hand_over_and_what_of_it_the_last
     assert double.seconds_per_step == pytest.approx(max(ROUND_S, 2.0 + hand_over_s), rel=0.01)
 
 
-def test_gradients_are_converted_before_the_worker_goes_on_behind_the_next_job() -> None:
-    """What U's take beyond B1's run is waited for behind B1; what B1's take is behind F0, and hidden there."""
+def test_gradients_are_converted_beside_the_worker_and_before_the_update() -> None:
+    """U's and B1's are converted one behind the other; the worker goes on once they are home, and the update waits."""
     own_s = 8.0
     schedule = make_schedule(STREAMED, 1, MICROBATCHES)
     found, timeline = simulate_timeline(schedule, LAYERS, optimizer(update_s=0.1, gradients_s=2 * own_s))
-    waits = [span for span in timeline.spans if span.lane == "waits" and span.args["cause"] == "gradients"]
-    assert waits and found.mean_idle.gradients > 0.1
-    added = [span for span in timeline.spans if span.lane == "home"]
+    assert not any(span.lane == "waits" and span.args["cause"] == "gradients" for span in timeline.spans)
+    added = [span for span in timeline.spans if span.lane == "converted"]
     assert {round(span.seconds, 6) for span in added} == {own_s}
     updates = sorted(span.start_s for span in timeline.spans if span.lane == "update")
     assert all(any(span.end_s == pytest.approx(start_s) for span in added) for start_s in updates)
     at_once = steady(STREAMED, optimizer(update_s=0.1))
-    assert at_once.mean_idle.gradients == pytest.approx(0.0, abs=1e-6)
+    assert found.seconds_per_step > at_once.seconds_per_step
+    assert at_once.mean_idle.gradients == found.mean_idle.gradients == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_worker_does_not_run_a_job_before_it_may_bring_up_the_next_ones_weights() -> None:

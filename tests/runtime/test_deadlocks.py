@@ -107,8 +107,8 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
             wait_until(lambda: worker._broken is not None)  # else the next call may come first
         else:
             # as above
-            settle = worker._settle
-            monkeypatch.setattr(worker, "_settle", lambda *given: (settle(*given), fails()))
+            add = worker._home._add
+            monkeypatch.setattr(worker._home, "_add", lambda *given: (add(*given), fails()))
             with contextlib.suppress(KeyError):  # if it comes before the round is over
                 run()
             wait_until(lambda: worker._broken is not None)  # as above

@@ -203,3 +203,49 @@ def test_a_gradient_that_grew_is_converted_again():
     assert early.take(gradient) is None
     early.convert(gradient)
     assert early.take(gradient.clone()) is None
+
+
+def test_a_worker_does_not_wait_for_gradients_that_are_converted():
+    """The first conversion begins and does not end until the last stage's backward has run."""
+    first_is_reached = threading.Event()
+    waits = []
+
+    class Reached(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            first_is_reached.set()
+            return gradient
+
+    class First(nn.Linear):
+        def forward(self, value):
+            return Reached.apply(super().forward(value))
+
+    model = nn.Sequential(First(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))).bfloat16()
+    expected = copy.deepcopy(model)
+    for seed in (1, 2):
+        square_loss(expected(value_of(seed)), None).backward()
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2), (2, 3)], (3, 4), [(2, 3), (1, 2), (0, 1)])
+    with roundpipe.RoundPipe(
+        model, torch.float32, devices=["cpu"], model_run_config=config(1, plan=plan), pin_model="off"
+    ) as piped:
+        piped.optim_parameters()
+        gates = piped._session.engine._workers[0]._gates  # nothing of the user's runs in a conversion
+        came = gates.came
+
+        def slow(parameters):
+            waits.append(first_is_reached.wait(30))
+            came(parameters)
+
+        piped.forward_backward((value_of(1),), loss_fn=square_loss)
+        piped.synchronize()
+        first_is_reached.clear()
+        gates.came = slow
+        piped.forward_backward((value_of(2),), loss_fn=square_loss)
+        piped.synchronize()
+        assert waits == [True] * 4
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(found.grad, wanted.grad)

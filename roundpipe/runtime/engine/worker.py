@@ -1,7 +1,7 @@
 """One worker of the rotation: its device, its memory for weights, its replicas of layers; executes tasks.
 
-Gradients of weights are waited for, and added to the host's, in a thread of their own, so that the worker can go on
-with its next job; it has the gradients of no more than two jobs on their way.
+Gradients of weights go home in threads of their own (`GradientsHome`), so that the worker can go on with its next job;
+it has the gradients of no more than two jobs on their way.
 
 Invariant: a worker leaves each step that it was given, whatever is raised, so that nobody waits for ever: an error
 cancels the step, and one that is raised where none can be fails the steps that the worker has and all later ones.
@@ -20,6 +20,7 @@ import torch
 from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.engine.gradients_home import GradientsHome
 from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.runner import MicrobatchRunner
 from roundpipe.runtime.engine.running import RunningSteps
@@ -28,12 +29,12 @@ from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.stage_layers import StageLayers
 from roundpipe.runtime.engine.step import Cancelled, StepState
-from roundpipe.runtime.profiling.meter import HostLog, Meter, Recorder
+from roundpipe.runtime.profiling.meter import Meter, Recorder
 from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
-from roundpipe.runtime.weights.residency import Arena, Download, Visit
+from roundpipe.runtime.weights.residency import Arena, Visit
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,10 @@ class Worker:
         self.device = f"{backend.device} (worker {index})"
         """Its name in timelines."""
         self.meter = Meter(backend, self.device)
-        self._gradients_log = HostLog(self.device)
         self._gates = gates
         self._steps = steps
         self._thread = TaskThread(f"roundpipe {name}", self._break, gates.board)
-        self._gradients_thread = TaskThread(f"roundpipe {name} gradients", self._break, gates.board)
+        self._home = GradientsHome(name, self.device, gates, steps, self._break)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
         self._current: StepState | None = None
@@ -73,8 +73,6 @@ class Worker:
         self._replicas: dict[int, tuple[LayerWeights, list[Replica]]] = {}
         """By layer, its replicas, and for which layout of the layer they were made."""
         self._open: dict[int, _OpenVisit] = {}
-        self._is_settling = False
-        """Whether the gradients of a job are on their way; changed under the board's lock."""
         self._in_flight = InFlight()
         """Values of microbatches."""
         self._leaving = InFlight()
@@ -88,7 +86,7 @@ class Worker:
     @property
     def home_s(self) -> float:
         """Seconds in which gradients were added to the host's, and converted for the optimizer."""
-        return self._gradients_log.seconds["home"]
+        return self._home.seconds
 
     def submit(self, step: StepState) -> None:
         """Execute this worker's tasks of a step, after those of the steps before."""
@@ -116,16 +114,17 @@ class Worker:
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
-        self.meter.recorder = self._gradients_log.recorder = recorder
+        self.meter.recorder = recorder
+        self._home.record(recorder)
 
     @property
     def is_current(self) -> bool:
-        return self._thread.is_current or self._gradients_thread.is_current
+        return self._thread.is_current or self._home.is_current
 
     def close(self) -> None:
         """End the threads and give memory back, after what is running."""
         self._thread.close()
-        self._gradients_thread.close()
+        self._home.close()
         self.arena.free()
 
     # One step
@@ -156,14 +155,14 @@ class Worker:
         self._was_idle = not self._upcoming
         for rest in self.pace.leave() if self._was_idle else ():
             with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
-                self._gradients_thread.submit(rest.wait)
+                self._home.submit(rest.wait)
 
     def _execute_all(self, step: StepState) -> None:
         tasks = step.spec.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            if self._was_idle and not (self.pace.has_left or self._is_settling):
+            if self._was_idle and not (self.pace.has_left or self._home.is_bringing):
                 self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
             self._make_room(step.spec)
@@ -339,9 +338,9 @@ class Worker:
             self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments)
         if alive:
             self._leaving.add(events[-1], alive)
-        if self._is_settling:
+        if self._home.is_bringing:
             self.meter.until("overhead")
-            self._gates.board.wait(lambda: not self._is_settling, self.name, "gradients of the job before")
+            self._home.wait()
             self.meter.until("gradients")
         if pending.buffers and job.num_replicas > 1:
             logger.warning(
@@ -354,44 +353,4 @@ class Worker:
         if pending.is_empty and not is_shared:
             step.settle(job.index)
             return
-        self._is_settling = True
-        self._steps.begin_settling(step)
-        try:
-            self._gradients_thread.submit(self._settle, step, job, pending)
-        except BaseException:  # such as a thread that can't be started
-            with self._gates.board.lock:
-                self._is_settling = False
-            self._steps.leave(step, settling=True)
-            raise
-
-    def _settle(self, step: StepState, job: Job, pending: Download) -> None:
-        """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""
-        try:
-            who = f"{self.name} gradients"
-            group = step.hand_in(job, pending, who)
-            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _, _ in each.gradients)]
-            if touched:
-                self._steps.wait_earlier(step, who)
-                self._gates.gradients.wait(touched, self.name, step.closings[1])
-            if group:
-                step.wait_settled(step.spec.tied_jobs.get(job.index, ()), who)
-            # forward stages are before the losses
-            scale = step.wait_scale(who) if touched else 1.0
-            if not step.failed:
-                for _, each in group:
-                    each.wait()
-                step.leaves_gradients = step.leaves_gradients or bool(touched)
-                for index, each in group:
-                    with self._gradients_log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
-                        each.settle(scale)
-                if touched:
-                    with self._gradients_log.doing("home", f"convert gradients of {job}", job=job.index):
-                        self._gates.came(touched)
-                for index, _ in group:
-                    step.settle(index)
-        except BaseException as error:
-            step.cancel(error)
-        finally:
-            with self._gates.board.lock:
-                self._is_settling = False
-            self._steps.leave(step, settling=True)
+        self._home.bring(step, job, pending)

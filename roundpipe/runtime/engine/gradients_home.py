@@ -1,0 +1,130 @@
+"""How the gradients of one worker's jobs get to the host's parameters, and on to the optimizer.
+
+In two threads. One waits for a job's downloads and adds them to the host's gradients; the worker waits for that before
+it lets the next ones go. What has come is converted to the optimizer's dtype in the other, for which only the update
+waits.
+
+Invariant: whatever is raised, a job that is given to `GradientsHome.bring` leaves its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.core.schedule import Job
+from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.step import StepState
+from roundpipe.runtime.profiling.meter import HostLog, Recorder
+from roundpipe.runtime.threads import TaskThread
+from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.residency import Download
+
+
+class GradientsHome:
+    """Of one worker; ``on_error``, a method, is told of what is raised where nothing may be."""
+
+    def __init__(
+        self, name: str, device: str, gates: Gates, steps: RunningSteps, on_error: Callable[[BaseException], None]
+    ) -> None:
+        self._name = name
+        self._gates = gates
+        self._steps = steps
+        self._log, self._conversions_log = HostLog(device), HostLog(device)
+        self._thread = TaskThread(f"roundpipe {name} gradients", on_error, gates.board)
+        self._conversions = TaskThread(f"roundpipe {name} conversions", on_error, gates.board)
+        self.is_bringing = False
+        """Whether the gradients of a job are on their way; changed under the board's lock."""
+
+    @property
+    def seconds(self) -> float:
+        """In which gradients were added to the host's, and converted for the optimizer."""
+        return self._log.seconds["home"] + self._conversions_log.seconds["converted"]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling code runs in one of the threads."""
+        return self._thread.is_current or self._conversions.is_current
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell a recorder what is done from now on; None: nobody any more."""
+        self._log.recorder = self._conversions_log.recorder = recorder
+
+    def submit(self, work: Callable[..., object], *args: Any) -> None:
+        """Run ``work(*args)`` in the first thread, behind the gradients that were given to it."""
+        self._thread.submit(work, *args)
+
+    def close(self) -> None:
+        """End the threads, after what was given to them."""
+        self._thread.close()
+        self._conversions.close()
+
+    def wait(self) -> None:
+        """Return when no gradients are on their way to the host's."""
+        self._gates.board.wait(lambda: not self.is_bringing, self._name, "gradients of the job before")
+
+    def bring(self, step: StepState, job: Job, pending: Download) -> None:
+        """Have what a job's release downloads added to the host's gradients; `wait` comes before the next one."""
+        self.is_bringing = True
+        self._steps.begin_settling(step)
+        try:
+            self._thread.submit(self._add, step, job, pending)
+        except BaseException:  # such as a thread that can't be started
+            with self._gates.board.lock:
+                self.is_bringing = False
+            self._steps.leave(step, settling=True)
+            raise
+
+    def _add(self, step: StepState, job: Job, pending: Download) -> None:
+        """Add what a release brought down to the host's gradients; never raises."""
+        is_passed_on = False
+        try:
+            who = f"{self._name} gradients"
+            group = step.hand_in(job, pending, who)
+            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _, _ in each.gradients)]
+            if touched:
+                self._steps.wait_earlier(step, who)
+                self._gates.gradients.wait(touched, self._name, step.closings[1])
+            if group:
+                step.wait_settled(step.spec.tied_jobs.get(job.index, ()), who)
+            # forward stages are before the losses
+            scale = step.wait_scale(who) if touched else 1.0
+            if not step.failed:
+                for _, each in group:
+                    each.wait()
+                step.leaves_gradients = step.leaves_gradients or bool(touched)
+                for index, each in group:
+                    with self._log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
+                        each.settle(scale)
+                indexes = [index for index, _ in group]
+                if touched:
+                    self._conversions.submit(self._convert, step, job, indexes, touched)
+                    is_passed_on = True
+                else:
+                    _note_settled(step, indexes)
+        except BaseException as error:
+            step.cancel(error)
+        finally:
+            with self._gates.board.lock:
+                self.is_bringing = False
+                self._gates.board.notify()
+            if not is_passed_on:
+                self._steps.leave(step, settling=True)
+
+    def _convert(self, step: StepState, job: Job, indexes: Sequence[int], touched: Sequence[torch.Tensor]) -> None:
+        """Convert what jobs have added to the host's gradients, if it is all; never raises."""
+        try:
+            with self._conversions_log.doing("converted", f"convert gradients of {job}", job=job.index):
+                self._gates.came(touched)
+            _note_settled(step, indexes)
+        except BaseException as error:
+            step.cancel(error)
+        finally:
+            self._steps.leave(step, settling=True)
+
+
+def _note_settled(step: StepState, indexes: Sequence[int]) -> None:
+    for index in indexes:
+        step.settle(index)
