@@ -8,9 +8,12 @@ Qwen3's shapes with random weights and its vocabulary of 151,936, in bfloat16, w
 
     python benchmarks/fits.py plain-3.6b --cap 24 --batch 32 --microbatches 8
     python benchmarks/fits.py qwen3-8b-lora --cap 24 --length 131072 --grain layer --json benchmarks/results/fits.json
+    python benchmarks/fits.py qwen3-8b-lora --cap all --length longest --grain layer --steps 1 --seconds 900
     python benchmarks/fits.py plain-1.7b --device cpu --small --length 64
 
-A cap is the process's share of an accelerator, as torch's allocator holds it; a CPU worker has a ledger.
+A cap is the process's share of an accelerator, as torch's allocator holds it; a CPU worker has a ledger. The longest
+sequence is that of ``python -m roundpipe plan --max-length`` for the device and the host as they are. While it runs,
+lines say what it has of both; with ``--seconds`` it ends by then and writes what it has, with exit code 3.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,13 @@ import torch
 import torch.nn.functional as F
 from decoders import NOISE, VOCABULARY, fill
 from environment import report
+from fits_longest import LengthPlan, host_bytes, told
+from fits_watch import Watch
 from memory import capped, card
 from torch import nn
 
 import roundpipe
+from roundpipe.tools.problem import Training
 
 
 @dataclass(frozen=True)
@@ -129,34 +135,49 @@ def retries(device: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains the case for some steps; 1 if it does not fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--cap", default="24", help="in GB, or all")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a step")
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--grain", choices=("stage", "layer"), default="stage", help="of recomputation")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     torch.manual_seed(0)
+    results: dict[str, Any] = {"steps": []}
+
+    def write() -> None:
+        report(options.json, {**results, **watch.results()})
+
+    with Watch(options.device, options.every, options.seconds, write) as watch:
+        _run(options, results, watch)
+    write()
+    return int("error" in results)
+
+
+def _run(options: argparse.Namespace, results: dict[str, Any], watch: Watch) -> None:
+    """What ``main`` does beneath the watch; ``results`` always are what is known so far."""
     shape, vocabulary = SHAPES[options.case.split("-")[1]], VOCABULARY
     if options.small:
         shape, vocabulary = SMALL, 1000
     model, device = build(options.case, shape, vocabulary), capped(options.device, options.cap, options.small)
-    ids = torch.randint(0, vocabulary, (options.batch, options.length))
+    if options.budget is not None:
+        device = replace(device, memory_bytes=int(options.budget * 1e9))
+    results["card"] = card(options.device)
+    print(f"{watch.sample()}, with the model", flush=True)
+    if options.length == "longest" or options.needs:
+        given = int(options.host * 1e9) if options.host is not None else host_bytes(model)
+        plan = LengthPlan(model, device, Training(1, 1, recompute_grain=options.grain), given)
+        results["needs"] = [plan.needs(length) for length in options.needs]
+        print(*map(told, results["needs"]), sep="\n", flush=True)
+        if options.length == "longest":
+            found = plan.longest()
+            options.length = results["longest"] = found.size
+            results["limit"] = found.limit
+            results["needs"].append(plan.needs(found.size))
+            print(f"the longest: {found}", told(results["needs"][-1]), sep="\n", flush=True)
+    ids = torch.randint(0, vocabulary, (options.batch, int(options.length)))
     config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches, recompute_grain=options.grain)
-    steps: list[dict[str, float]] = []
-    results: dict[str, Any] = {"card": card(options.device), "steps": steps}
     with roundpipe.compile(model, devices=[device], model_run_config=config, name=options.case) as pipe:
         optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
         for _ in range(options.steps):
             begun_s = time.perf_counter()
             try:
                 loss = train(pipe, options.case, ids)
-            except roundpipe.DeviceMemoryError as error:
+            except (roundpipe.DeviceMemoryError, roundpipe.HostMemoryError) as error:
                 results["error"] = str(error)
                 print(error)
                 break
@@ -164,14 +185,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pipe.synchronize()  # a call returns with its loss, and a backward goes on
             seconds = time.perf_counter() - begun_s
             peak_bytes, num_retries = pipe.peak_device_bytes(reset=True), retries(options.device)
-            steps.append({"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes, "num_retries": num_retries})
+            results["steps"].append(
+                {"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes, "num_retries": num_retries}
+            )
+            watch.sample()
             speed = f"{seconds:8.2f} s, {ids.numel() / seconds:10,.0f} tokens/s"
             print(
                 f"loss {loss:10.4f}, {speed}, peak {peak_bytes / 1e9:7.3f} GB, {num_retries} retries so far", flush=True
             )
-        print(pipe.partition_table(), pipe.report(), sep="\n\n")
-    report(options.json, results)
-    return int("error" in results)
+        results["tables"] = [str(pipe.partition_table()), str(pipe.report())]
+        print(*results["tables"], sep="\n\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--cap", default="24", help="in GB, or all")
+    parser.add_argument("--budget", type=float, help="GB of the device that plans may use; default: all that is there")
+    parser.add_argument("--length", type=_length, default=2048, help="tokens of a sequence, or: longest")
+    parser.add_argument("--needs", type=int, nargs="*", default=[], help="lengths of which to say what they need")
+    parser.add_argument("--host", type=float, help="GB of the host to plan with; default: what it has left")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a step")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--grain", choices=("stage", "layer"), default="stage", help="of recomputation")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, help="after which it ends and writes what it has; default: no limit")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between lines of progress")
+    parser.add_argument("--small", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def _length(text: str) -> int | str:
+    return text if text == "longest" else int(text)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,26 @@ def test_host_buffers_are_pinned_and_exact(num_bytes):
         assert buffer.is_pinned() and buffer[-1:].is_pinned()
 
 
+def test_values_between_stages_take_little_more_of_the_host_than_they_have():
+    backend = AcceleratorBackend(Device("cuda:0"), "test")
+    source = torch.randn(9 << 19, device="cuda").view(-1, 1 << 10).t()  # 18 MiB, which torch's allocator would double
+    with backend.activate():
+        backend.follow_caller()
+        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+        addresses = set()
+        for _ in range(8):
+            down = backend.download(source, is_inner=True)
+            backend.wait(Lane.UPLOAD, backend.record(Lane.DOWNLOAD))
+            up = backend.upload(down)
+            assert down.is_pinned() and down.stride() == source.stride()
+            assert down.untyped_storage().nbytes() == source.nbytes
+            addresses.add(down.data_ptr())
+            del down
+            backend.synchronize()
+            assert torch.equal(up, source)
+    assert len(addresses) == 1, "the same pages each time"
+
+
 def test_copies_run_on_their_own_streams():
     backend = AcceleratorBackend(Device("cuda:0"), "test")
     source = torch.randn(1 << 20).pin_memory()

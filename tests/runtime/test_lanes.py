@@ -121,9 +121,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
         clock.work(lane, COPY_S[lane])
         return upload(backend, source, target, lane)
 
-    def timed_download(backend: Any, source: Any, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+    def timed_download(backend: Any, source: Any, lane: Lane = Lane.DOWNLOAD, **options: bool) -> torch.Tensor:
         clock.work(lane, COPY_S[lane])
-        return download(backend, source, lane)
+        return download(backend, source, lane, **options)
 
     def timed_wait(backend: Any, lane: Lane, event: Event) -> None:
         clock.ready_s[lane] = max(clock.ready_s[lane], event.done_s)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,8 @@ from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, UnplannedMemory
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import Registrar, new_pages, on_huge_pages, take_pages, warn_unpinned
+from roundpipe.runtime.device.host_memory import Pages, Registrar, warn_unpinned
+from roundpipe.runtime.device.value_pages import ValuePages, suits
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
@@ -39,6 +39,9 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 
 _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 """Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
+
+_copying: list[torch.Stream] = []
+"""All streams that values between stages go up and down on."""
 
 _on_device: dict[torch.device, weakref.WeakSet[AcceleratorBackend]] = {}
 
@@ -114,7 +117,10 @@ class AcceleratorBackend(Backend):
         self._num_failed = self._count("num_ooms")
         """Allocations that had failed on the device when `note_failure` last looked."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
-        self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
+        if not idle:
+            idle.append(tuple(torch.Stream(self.device) for _ in Lane))
+            _copying.extend(idle[-1][lane] for lane in (Lane.UPLOAD, Lane.DOWNLOAD))
+        self._streams = idle.pop()
         weakref.finalize(self, idle.append, self._streams)
         self._uploaded: list[torch.Tensor] = []
 
@@ -236,14 +242,21 @@ class AcceleratorBackend(Backend):
         uploaded, self._uploaded = self._uploaded, []
         return uploaded
 
-    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD, *, is_inner: bool = False) -> torch.Tensor:
         source = source.detach()
         self.moved_bytes[lane] += bytes_of(source)
         with self._on(lane):
-            HOST_LIMIT.check({ON_ITS_WAY[lane]: bytes_of(source)}, _cached_pinned_bytes)
             if source.layout is not torch.strided:
+                _check_host(lane, bytes_of(source))
                 return source.cpu()
-            return _pinned(torch.empty_like, source, device="cpu").copy_(source, non_blocking=True)
+            if is_inner and self.device.type == "cuda" and suits(source):
+                like = torch.empty_like(source, device="meta")
+                buffer = _VALUE_PAGES.take(source.nbytes, functools.partial(_check_host, lane))
+                target = buffer.view(source.dtype).as_strided(like.shape, like.stride())
+            else:
+                _check_host(lane, source.nbytes)
+                target = _pinned(torch.empty_like, source, device="cpu")
+            return target.copy_(source, non_blocking=True)
 
     def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._on(Lane.GRADIENTS):
@@ -322,15 +335,34 @@ def _pinned(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> to
 
 def _registered(num_bytes: int) -> torch.Tensor:
     """A byte buffer on pages of its own, which are taken in parallel; pinned if the system allows."""
-    on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    buffer = on_huge_pages(torch.frombuffer(new_pages(on_pages), dtype=torch.uint8, count=num_bytes))
-    take_pages(buffer)
-    reason = _register(None, buffer.data_ptr(), on_pages)
-    if reason is not None:
-        warn_unpinned(num_bytes, reason)
-    else:
-        weakref.finalize(buffer, _unregister, buffer.data_ptr())
+    pages = _new_pages(num_bytes)
+    buffer = pages.tensor(num_bytes)
+    weakref.finalize(buffer, lambda pages: None, pages)  # which live as long
     return buffer
+
+
+def _new_pages(num_bytes: int) -> Pages:
+    return Pages(num_bytes, functools.partial(_register, None), _unregister)
+
+
+def _ends() -> list[AcceleratorEvent]:
+    """After all copies of values that any worker has given to its device so far."""
+    with contextlib.suppress(RuntimeError):  # the device is lost: so are the copies
+        return [AcceleratorEvent(stream) for stream in tuple(_copying)]
+    return []
+
+
+def _check_host(lane: Lane, num_bytes: int) -> None:
+    """Raise an error if the host has no room for what goes down, beside what pinned memory is kept for later."""
+    HOST_LIMIT.check({ON_ITS_WAY[lane]: num_bytes}, _kept_bytes)
+
+
+def _kept_bytes() -> int:
+    return _VALUE_PAGES.release() + _cached_pinned_bytes()
+
+
+_VALUE_PAGES = ValuePages(_new_pages, _ends)
+"""The process's."""
 
 
 def _register(device: torch.device | None, address: int, num_bytes: int) -> str | None:

@@ -209,8 +209,11 @@ class Backend(ABC):
         """Copy to the device on the UPLOAD or WEIGHTS stream; always a copy, also where both are the CPU."""
 
     @abstractmethod
-    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
-        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD, *, is_inner: bool = False) -> torch.Tensor:
+        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy.
+
+        One that ``is_inner`` nobody but the UPLOAD and DOWNLOAD lanes of workers will copy from or to.
+        """
 
     @abstractmethod
     def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:

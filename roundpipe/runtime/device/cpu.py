@@ -155,7 +155,7 @@ class CpuBackend(Backend):
     ) -> torch.Tensor:
         return self._copy(lane, source, target)
 
-    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD, *, is_inner: bool = False) -> torch.Tensor:
         HOST_LIMIT.check({ON_ITS_WAY[lane]: bytes_of(source)})
         return self._copy(lane, source, None)
 

@@ -84,6 +84,25 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Pages:
+    """Memory on pages of its own, which are taken in parallel, and pinned for as long as it lives if that may be."""
+
+    def __init__(self, num_bytes: int, pin: Pin, unpin: Unpin) -> None:
+        self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = new_pages(self.num_bytes)
+        whole = on_huge_pages(self.tensor(self.num_bytes))
+        take_pages(whole)
+        reason = pin(whole.data_ptr(), self.num_bytes)
+        if reason is not None:
+            warn_unpinned(num_bytes, reason)
+        else:
+            weakref.finalize(self, unpin, whole.data_ptr())
+
+    def tensor(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes, as a tensor with a storage of its own; keep the pages as long as it is used."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
+
+
 def take_pages(buffer: torch.Tensor) -> None:
     """Have the system give the pages of a new byte buffer to several threads; to one it does so slowly."""
     if buffer.nbytes < 2 * TAKEN_BYTES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class MicrobatchRunner:
                         outputs = stage.forward(segment, index, carry, microbatch)
                     read_later = [name for name in outputs if name in flow.gives]
                     for name in read_later:
-                        values[name] = self._download(outputs[name], "values of")
+                        values[name] = self._download(outputs[name], "values of", is_inner=step.spec.is_inner(name))
                     is_copying = bool(read_later)
                     if read_later:
                         num_bytes = sum(
@@ -223,13 +224,13 @@ class MicrobatchRunner:
         backend.check_ready(tensors)
         return tensors
 
-    def _download(self, value: Any, what: str) -> HostValue:
+    def _download(self, value: Any, what: str, *, is_inner: bool = False) -> HostValue:
         """A device value on the host, with the event of its copy."""
         tensors = trees.tensors(value)
         if not tensors:
             return HostValue(value)
         with self._downloading(what):
-            copies = trees.map_tensors(value, self._backend.download)
+            copies = trees.map_tensors(value, partial(self._backend.download, is_inner=is_inner))
         return HostValue(copies, self._downloaded(tensors))
 
     def _download_outputs(self, outputs: Any, device: torch.device | None) -> HostValue:
@@ -246,9 +247,10 @@ class MicrobatchRunner:
             return
         download, on_host = self._backend.download, step.gradients[microbatch]
         with self._downloading("gradients of"):
-            copies = [
-                [None if gradient is None else download(gradient) for gradient in each] for each in gradients.values()
-            ]
+            copies = []
+            for name, each in gradients.items():
+                is_inner = step.spec.is_inner(name)
+                copies.append([None if tensor is None else download(tensor, is_inner=is_inner) for tensor in each])
         copied = self._downloaded(gradients)
         for name, each in zip(gradients, copies, strict=True):
             on_host.setdefault(name, []).append(HostValue(each, copied))

@@ -247,6 +247,10 @@ class StepSpec:
         """In how many tiles a layer runs; the last one is of the tail."""
         return self.tiles.of(layer_index, len(self.chain))
 
+    def is_inner(self, name: str) -> bool:
+        """Whether a carried value, and so its gradient, is nobody's but the engine's."""
+        return name not in self.arguments and name != LABEL and name not in self.chain.exit.reads
+
     def flow_of(self, job: Job) -> JobFlow:
         return self.flows[job.index - self.schedule.first_job]
 
