@@ -24,7 +24,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether it is of a subclass that says which tensors it holds, beside its own memory or instead of it."""
-    return hasattr(tensor, "__tensor_flatten__") or quant_state_of(tensor) is not None
+    return not is_plain(tensor) and (hasattr(tensor, "__tensor_flatten__") or quant_state_of(tensor) is not None)
 
 
 def quant_state_of(tensor: torch.Tensor) -> Any:

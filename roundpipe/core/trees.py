@@ -120,7 +120,10 @@ def _gather(value: Any, result: list[torch.Tensor], depth: int) -> None:
         else:
             below = [child for _, child in children(value) or ()]
         for child in below:
-            _gather(child, result, depth + 1)
+            if isinstance(child, torch.Tensor):  # an optimizer's operator has thousands
+                result.append(child)
+            else:
+                _gather(child, result, depth + 1)
 
 
 def holds_any(value: Any, objects: list[Any], depth: int = 0) -> bool:

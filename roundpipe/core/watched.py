@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, SupportsIndex
 
 import torch
@@ -68,6 +69,11 @@ def unwatch(parameters: Iterable[Any]) -> None:
         if type(each) is WatchedParameter:
             each.__class__ = nn.Parameter  # type: ignore[assignment]
             each.__dict__.pop("_before_look", None)
+
+
+def unnoticed() -> AbstractContextManager[Any]:
+    """A context in which this thread's code has parameters, watched or not, as plain tensors: that is faster."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def has_views(parameter: torch.Tensor) -> bool:

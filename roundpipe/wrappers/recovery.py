@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError, said
+from roundpipe.core.module_tree import buffers_in
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
@@ -37,7 +38,7 @@ class CallSnapshot:
         if thorough:
             self._code = [FirstCall(call.chain), CodeSnapshot([], call.loss_fn)]
         else:
-            self._buffers = [(buffer, buffer.clone()) for buffer in call.chain.buffers() if not buffer.is_meta]
+            self._buffers = [(buffer, buffer.clone()) for buffer in buffers_in(call.chain) if not buffer.is_meta]
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -258,9 +258,10 @@ class AcceleratorBackend(Backend):
                 target = _pinned(torch.empty_like, source, device="cpu")
             return target.copy_(source, non_blocking=True)
 
-    def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self._on(Lane.GRADIENTS):
-            target.detach().copy_(source.detach(), non_blocking=True)
+            for source, target in copies:
+                target.detach().copy_(source.detach(), non_blocking=True)
 
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])

@@ -216,8 +216,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy into (pinned) host memory that is there on the GRADIENTS stream; not among `moved_bytes`."""
+    def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each first one into the second, in (pinned) host memory, on GRADIENTS; not among `moved_bytes`."""
 
     def take_uploads(self) -> list[torch.Tensor]:
         """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until

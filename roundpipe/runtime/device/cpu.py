@@ -20,7 +20,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -159,8 +159,9 @@ class CpuBackend(Backend):
         HOST_LIMIT.check({ON_ITS_WAY[lane]: bytes_of(source)})
         return self._copy(lane, source, None)
 
-    def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.detach().copy_(source.detach())
+    def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for source, target in copies:
+            target.detach().copy_(source.detach())
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         clock = self._clocks[lane]

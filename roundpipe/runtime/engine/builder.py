@@ -20,6 +20,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import STREAMED
@@ -180,7 +181,7 @@ class StepBuilder:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
             stay = reads_of_backward(later, chain.specs, config.recompute_grain)
         drawing = frozenset(_drawing(call) if config.preserve_rng_state else ())
-        trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
+        trainable = [any(each.requires_grad for each in parameters_in(layer)) for layer in chain]
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])

@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from roundpipe.core.layers import LayerChain
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.reports.tables import format_bytes
@@ -154,7 +155,7 @@ class FullPlans:
         """The parameters of a call's layers that live on the device, by their identities."""
         if self._optimizer is None or not self._optimizer.has_twins:
             return frozenset()
-        return frozenset(id(each) for each in call.chain.parameters() if self._optimizer.lives_there(each))
+        return frozenset(id(each) for each in parameters_in(call.chain) if self._optimizer.lives_there(each))
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (

@@ -14,6 +14,7 @@ import torch
 
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
 from roundpipe.planning.planner import PlanArguments, has_plan
 from roundpipe.planning.planner import plan as choose_plan
@@ -242,6 +243,6 @@ class PlansBeside:
 def trained_parameters(call: Call) -> dict[int, list[torch.Tensor]]:
     """Per layer of a call's chain that has some, the parameters that are trained now."""
     trained: dict[int, list[torch.Tensor]] = {
-        index: [each for each in layer.parameters() if each.requires_grad] for index, layer in enumerate(call.chain)
+        index: [each for each in parameters_in(layer) if each.requires_grad] for index, layer in enumerate(call.chain)
     }
     return {index: parameters for index, parameters in trained.items() if parameters}

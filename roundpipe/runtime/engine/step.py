@@ -319,7 +319,8 @@ class StepState:
         return last_upload, max(adds, default=self._first_job)
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-        uses = [self._jobs_of[parameter] for parameter in parameters if parameter in self._jobs_of]
+        known = self._jobs_of
+        uses = [use for parameter in parameters if (use := known.get(parameter)) is not None]
         uploads, adds = ({job for use in uses for job in use[kind]} for kind in (0, 1))
         return sorted(uploads), sorted(adds)
 

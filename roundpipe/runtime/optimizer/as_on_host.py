@@ -20,8 +20,9 @@ from roundpipe.core.contexts import contextmanager
 _BETWEEN = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default)
 """Operators that take tensors of two places as they are."""
 _TENSOR: Any = torch.Tensor
-_SETTERS = (_TENSOR.grad.__set__, _TENSOR.data.__set__)
-_OF_THE_HOST = (torch.Tensor.numpy, torch.Tensor.__array__)
+_SETTERS: frozenset[Any] = frozenset((_TENSOR.grad.__set__, _TENSOR.data.__set__))
+_OF_THE_HOST: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
+_LOOKED_AT = _SETTERS | _OF_THE_HOST
 
 
 class HostMix(TorchDispatchMode):
@@ -94,6 +95,8 @@ class _HostOnly(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _LOOKED_AT:  # an update asks for thousands of attributes
+            return func(*args, **kwargs) if kwargs else func(*args)
         mix = self._mix
         if func in _OF_THE_HOST and mix.is_there(args[0]):
             mix.has_mixed = True

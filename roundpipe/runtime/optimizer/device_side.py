@@ -257,6 +257,8 @@ def _states_bytes(optimizer: torch.optim.Optimizer, copies: Sequence[torch.Tenso
 
 def _moved(value: Any, device: torch.device) -> Any:
     """A state with its tensors on a device."""
+    if isinstance(value, torch.Tensor):  # looked at for each parameter before each step
+        return value if value.device == device else value.to(device)
     if not any(tensor.device != device for tensor in trees.tensors(value)):
         return value
     return trees.map_tensors(value, lambda tensor: tensor.to(device))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe.core.watched import unnoticed
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
@@ -128,7 +129,8 @@ class HandOver:
                 if not any(step.failed for step in steps):
                     with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
                         if group[0].twin is not None:
-                            take_gradients_there(group)
+                            with unnoticed():
+                                take_gradients_there(group)
                         else:
                             for pair in group:
                                 pair.take_gradient()
@@ -166,6 +168,10 @@ class HandOver:
                         pair.write_weights()
 
     def _write_twins(self, group: Sequence[ParameterPair]) -> None:
+        with unnoticed():
+            self._write_twins_now(group)
+
+    def _write_twins_now(self, group: Sequence[ParameterPair]) -> None:
         if self._twins is not None and self._twins.is_unasked:
             write_twins(group, with_samples=False)
             follow_twins(group, self._twins)

@@ -264,7 +264,7 @@ class _Content:
         """Whether it is of these layers as they are now, none of which writes what a visit has brought."""
         return len(self.parts) == len(layers) and all(
             part.is_of(layer.weights, layer.stay.streamed)
-            and set(layer.stay.streamed).issubset(layer.weights.steady_slots())
+            and not (layer.stay.streamed and {*layer.stay.streamed}.difference(layer.weights.steady_slots()))
             for part, layer in zip(self.parts, layers, strict=True)
         )
 

@@ -153,8 +153,7 @@ class Twins:
         is_apart = backend.device.type != "cpu"
         if is_apart:
             backend.wait(Lane.GRADIENTS, backend.record(Lane.COMPUTE))
-        for weights, parameter in copies:
-            backend.write_home(weights, parameter)
+        backend.write_home(copies)
         self._is_following = True
         self._followed = backend.record(Lane.GRADIENTS) if is_apart else None
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.watched import unnoticed
 
 
 class Reader(Protocol):
@@ -76,7 +77,7 @@ class AbsentWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func not in _OF_FORM:
             args, kwargs = trees.map_tensors((args, kwargs), _weight_of)
-        with torch._C.DisableTorchFunctionSubclass():
+        with unnoticed():
             return func(*args, **kwargs)
 
 
