@@ -7,7 +7,8 @@ microbatches x sequences x tokens, and cards. Weights are bfloat16, with float32
     off, auto, full        roundpipe with this `residency`; behind it /double: with `pin_model="double"`, and /alone:
                            with `replicas="off"`, which shows what those bring
 
-Each row has a process of its own, and ends with an error if it does not fit. The file is written after each row; what
+Each row has a process of its own, and ends with an error if it does not fit. Steps are the median of three samples, all
+of which are shown, with a "!" if the library changed a plan meanwhile. The file is written after each row; what
 it has of other rows stays, so that several calls, and predictions made before, come together in one file.
 
     python benchmarks/rows.py --predict H200 --json rows.json
@@ -45,8 +46,8 @@ from row_run import measure_row
 from tabulate import tabulate
 
 COLUMNS = (
-    *("row", "way", "tokens/s", "of plain", "of checkp.", "to 1 card", "step s", "error", "ahead", "exposed", "wait"),
-    *("limit", "stages", "stays GB", "up GB", "peak GB", "first s"),
+    *("row", "way", "tokens/s", "of plain", "of checkp.", "to 1 card", "step s", "samples", "error", "ahead"),
+    *("exposed", "wait", "limit", "stages", "stays GB", "up GB", "peak GB", "first s"),
 )
 
 
@@ -100,9 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ways", default=PLAIN_WAYS, type=lambda text: text.split(","), help="of plain PyTorch, or no")
     parser.add_argument("--replicas", default="auto", choices=("auto", "off"), help="of stages on several cards")
     parser.add_argument("--pin-model", default="alloc", choices=("alloc", "double", "register", "off"))
-    parser.add_argument("--steps", type=int, default=3, help="that are measured at least; short ones are more")
+    parser.add_argument("--steps", type=int, default=3, help="samples of them, whose median counts")
     parser.add_argument("--runs", type=int, default=1, help="of each way in turns; the median counts")
-    parser.add_argument("--warm-up-seconds", type=float, default=20, help="after which steps are measured")
+    parser.add_argument(
+        "--warm-up-seconds", type=float, default=20, help="after which steps are measured, once plans have settled"
+    )
     parser.add_argument("--device", default="cuda", help="a kind, such as cuda or cpu")
     parser.add_argument("--row-seconds", type=float, default=240, help="after which a row is ended with an error")
     parser.add_argument("--small", action="store_true", help="small models and caps of some MB, to try the script")
@@ -160,11 +163,18 @@ def _said(found: dict[str, Any]) -> str:
     parts = []
     for way, one in found.get("ways", {}).items():
         rate = f"{one['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in one else one["error"]
-        parts.append(f"{way} {rate} ({one['way_s']:.0f} s)")
+        spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in one.get("parts_s", {}).items() if seconds > 0.5)
+        parts.append(f"{way} {rate} ({one['way_s']:.0f} s{': ' if spent else ''}{spent})")
+        parts += [f"while it was measured: {line}" for line in one.get("said_while_measured", ())]
     if not parts and "predicted" in found:
         one = found["predicted"]
         parts.append(f"{one['tokens_per_s']:,.0f} tokens/s predicted" if "tokens_per_s" in one else one["error"])
     return "; ".join([*parts, *([found["error"]] if "error" in found else [])])
+
+
+def _samples(one: dict[str, Any]) -> str:
+    """Seconds per step of each sample; with a mark if plans changed meanwhile."""
+    return " ".join(f"{seconds:.3f}" for seconds in one.get("each_s", ())) + "!" * bool(one.get("said_while_measured"))
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -195,7 +205,7 @@ def _line(row: Row, way: str, one: dict[str, Any], rows: dict[str, Any]) -> list
         return f"{speed / other['tokens_per_s']:.3f}" if "tokens_per_s" in other else ""
 
     cells = [row.name, way, f"{speed:,.0f}", ratio(ways.get("plain", {})), ratio(ways.get("checkpointed", {}))]
-    cells += [ratio(single), f"{one['seconds']:.3f}"]
+    cells += [ratio(single), f"{one['seconds']:.3f}", _samples(one)]
     if way in PLAIN_WAYS:
         blank = [""] * (COLUMNS.index("peak GB") - len(cells))
         return [*cells, *blank, f"{one['peak_bytes'] / 1e9:.1f}"]
