@@ -155,16 +155,21 @@ class TaskThread:
 
     Callables must not raise; whoever hands one in catches inside it. If one does, ``on_error``, a method held weakly,
     is told in the thread, or it is logged; the thread goes on with the next. ``board`` is where others wait for what
-    the thread does.
+    the thread does. ``begin`` is called in the thread before the first.
     """
 
     def __init__(
-        self, name: str, on_error: Callable[[BaseException], None] | None = None, board: Board | None = None
+        self,
+        name: str,
+        on_error: Callable[[BaseException], None] | None = None,
+        board: Board | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self._board = board or Board()
         self._load = self._board.add_thread()
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
+        self._begin = begin
         self._inbox: _Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -181,7 +186,7 @@ class TaskThread:
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
         if self._thread is None:
-            given = self._inbox, self._on_error, self._end, self._board, self._load
+            given = self._inbox, self._on_error, self._end, self._board, self._load, self._begin
             thread = threading.Thread(target=_serve, args=given, name=self.name, daemon=True)
             self._thread = thread
             try:
@@ -213,8 +218,14 @@ class TaskThread:
             self._thread = None
 
 
-def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event, board: Board, load: _Load) -> None:
+def _serve(
+    inbox: _Inbox, on_error: _OnError, end: threading.Event, board: Board, load: _Load, begin: Callable[[], None]
+) -> None:
     _CURRENT.load = load
+    try:
+        begin()
+    except BaseException as error:
+        _tell(error, on_error)
     while True:
         try:
             if (item := inbox.get()) is None:

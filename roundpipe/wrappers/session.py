@@ -119,6 +119,7 @@ class Session:
             ranks=self.ranks,
             second_memory=self.host.add_second_banks,
             twins=self.engine.twins if self.engine.num_workers == 1 else None,
+            begin_thread=self.engine.begin_host_work,
         )
         self.engine.before_packing = self.optimizer.come_home
         with garbage_kept():  # hooks by the thousand, none of them garbage

@@ -34,7 +34,7 @@ def test_nothing_starts_before_the_first_call():
     with roundpipe.RoundPipe(mlp(), devices=["cpu"] * 3) as piped:
         assert threads() == before
         train_once(piped)
-        assert len(threads() - before) == 2 * 3, "each worker's own, and the one that brings its gradients home"
+        assert len(threads() - before) == 3 * 3, "each worker's own, and those that bring and convert its gradients"
     assert threads() == before
 
 

@@ -7,6 +7,7 @@ then is raised at the next call.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Backend, UnplannedMemory
+from roundpipe.runtime.device.host_threads import leave_cores
 from roundpipe.runtime.engine.allocator_room import RetryCounter
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
@@ -41,8 +43,19 @@ class Engine(Steps):
         self.start = StartLog(name)
         self.retries = RetryCounter(backends)
         self.twins = Twins(backends[0])
+        num_accelerators = sum(backend.device.type != "cpu" for backend in backends)
+        self.begin_host_work = functools.partial(leave_cores, num_accelerators)
+        """For threads that compute on the host."""
         self._workers = [
-            Worker(i, backend, f"{name} worker {i}", gates, self.steps, self.twins if i == 0 else Twins(backend))
+            Worker(
+                i,
+                backend,
+                f"{name} worker {i}",
+                gates,
+                self.steps,
+                self.twins if i == 0 else Twins(backend),
+                self.begin_host_work,
+            )
             for i, backend in enumerate(backends)
         ]
         self._owners: list[tuple[weakref.ref[object], list[torch.nn.Module]]] = []

@@ -24,17 +24,26 @@ from roundpipe.runtime.weights.residency import Download
 
 
 class GradientsHome:
-    """Of one worker; ``on_error``, a method, is told of what is raised where nothing may be."""
+    """Of one worker; ``on_error``, a method, is told of what is raised where nothing may be.
+
+    ``begin`` is called in threads that compute, before they do.
+    """
 
     def __init__(
-        self, name: str, device: str, gates: Gates, steps: RunningSteps, on_error: Callable[[BaseException], None]
+        self,
+        name: str,
+        device: str,
+        gates: Gates,
+        steps: RunningSteps,
+        on_error: Callable[[BaseException], None],
+        begin: Callable[[], None],
     ) -> None:
         self._name = name
         self._gates = gates
         self._steps = steps
         self._log, self._conversions_log = HostLog(device), HostLog(device)
-        self._thread = TaskThread(f"roundpipe {name} gradients", on_error, gates.board)
-        self._conversions = TaskThread(f"roundpipe {name} conversions", on_error, gates.board)
+        self._thread = TaskThread(f"roundpipe {name} gradients", on_error, gates.board, begin)
+        self._conversions = TaskThread(f"roundpipe {name} conversions", on_error, gates.board, begin)
         self.is_bringing = False
         """Whether the gradients of a job are on their way; changed under the board's lock."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,14 @@ class Worker:
     """One worker, at a place in the rotation; tells the model's running steps when it leaves one."""
 
     def __init__(
-        self, index: int, backend: Backend, name: str, gates: Gates, steps: RunningSteps, twins: Twins
+        self,
+        index: int,
+        backend: Backend,
+        name: str,
+        gates: Gates,
+        steps: RunningSteps,
+        twins: Twins,
+        begin_host_work: Callable[[], None],
     ) -> None:
         self.index = index
         self.backend = backend
@@ -64,7 +71,7 @@ class Worker:
         self._gates = gates
         self._steps = steps
         self._thread = TaskThread(f"roundpipe {name}", self._break, gates.board)
-        self._home = GradientsHome(name, self.device, gates, steps, self._break)
+        self._home = GradientsHome(name, self.device, gates, steps, self._break, begin_host_work)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
         self._current: StepState | None = None

@@ -70,6 +70,7 @@ class OptimizerSide(UpdateSteps):
         second_memory: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]] = tuple,
         twins: Twins | None = None,
         deadline_s: float = DEADLINE_S,
+        begin_thread: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(twins)
         self._shard = None if ranks is None else ranks.shard
@@ -83,7 +84,7 @@ class OptimizerSide(UpdateSteps):
         self.times = UpdateTimes(self.log, self._steps)
         self._hand_over = HandOver(self._gates, self.log, twins)
         self._runner = UpdateRunner(name, self.log, self._scalers, ranks)
-        self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
+        self._updates = UpdateThread(name, self._gates, self._runner, deadline_s, begin_thread)
         self._second_memory = second_memory
         self._gates.came = self._pairs.gradients_came
         self._weights_changed = False

@@ -21,14 +21,21 @@ from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 
 class UpdateThread:
-    """The thread of one model; ``runner`` runs its ``step_fn``."""
+    """The thread of one model; ``runner`` runs its ``step_fn``, and ``begin`` is called in it first."""
 
-    def __init__(self, name: str, gates: Gates, runner: UpdateRunner, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        gates: Gates,
+        runner: UpdateRunner,
+        deadline_s: float = DEADLINE_S,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
         self._gates = gates
         self._runner = runner
         self._deadline_s = deadline_s
-        self._thread = TaskThread(f"roundpipe-optimizer-{name}", board=gates.board)
+        self._thread = TaskThread(f"roundpipe-optimizer-{name}", board=gates.board, begin=begin)
         self._latest: Update | None = None
         self._failed: Update | None = None
         """Raised something that was not raised again yet."""
