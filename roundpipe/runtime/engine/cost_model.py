@@ -28,7 +28,8 @@ from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 MEASURED_IN_A_ROW = 5
-"""Steps of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
+"""Steps of a chain that are measured from the start on, and once weights live on the device; then every
+`MEASURED_EACH`-th."""
 MEASURED_EACH = 8
 MEASURED_PEAKS = 2
 """Steps by a plan whose peaks are measured. It moves torch's own mark of the most in use, which users may look at."""
@@ -196,6 +197,10 @@ class CostModel:
         record.num_steps += 1
         is_due = record.num_steps <= MEASURED_IN_A_ROW or record.num_steps % MEASURED_EACH == 1
         return StepTimes() if is_due else None
+
+    def measure_anew(self, chain: LayerChain) -> None:
+        """The next steps run otherwise than those before: measure as many as from the start on."""
+        self.record(chain).num_steps = 0
 
     def learn_from(self, times: StepTimes | None, call: Call) -> None:
         """Take in what a step took, once it is over; the step has begun."""

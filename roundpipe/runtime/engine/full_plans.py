@@ -29,10 +29,12 @@ from roundpipe.runtime.engine.spec import Call
 logger = logging.getLogger(__name__)
 
 FULL = "full"
-MEASURED_BEFORE = 2
+MEASURED_BEFORE = 4
 """Measured steps by such a plan before another look at its stages."""
 AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
+MOST_SLOWER = 0.03
+"""Share by which a plan with fewer layers may be slower than the best so far, and still fewer are looked at."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,8 @@ class FullPlans:
             return streamed
         self._look_again(call, kept, streamed, budget_bytes, there)
         call.has_twins, self._has_all = True, len(kept.layers) == len(call.chain)
+        if not there and not call.is_evaluation:
+            self._costs.measure_anew(call.chain)
         return kept.found.plan
 
     def _look_again(
@@ -208,7 +212,8 @@ class FullPlans:
                 limit_s *= 1 - AUTO_GAIN
             if seconds <= limit_s and (best is None or seconds < best[0]):
                 best = seconds, found
-            if best is not None and (not weighs or _is_all(call, found)):
+            is_slower = best is not None and seconds > (1 + MOST_SLOWER) * best[0]  # and so are fewer layers
+            if best is not None and (not weighs or _is_all(call, found) or is_slower):
                 break
         if best is None:
             self._tell("weights, gradients and the optimizer's side are streamed, or stay on the host")

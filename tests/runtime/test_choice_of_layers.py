@@ -1,0 +1,35 @@
+"""Among layers whose trained weights may live on a device, as many are chosen as make a step the fastest."""
+
+from roundpipe.runtime.engine import full_plans
+from roundpipe.runtime.engine.cost_model import CostModel
+from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, optimizer_of
+from tests.runtime.models import batch, square_loss
+from tests.runtime.test_some_layers_stay import eight_layers, number_there
+
+
+def test_fewer_layers_are_looked_at_until_that_is_slower(monkeypatch):
+    seconds, looked_at, measured = iter([5.0, 4.0, 4.1, 4.2, 3.0]), [], []
+    times_of = CostModel.times_of
+
+    def compared(self, call, found, before_s):
+        looked_at.append(len(found.residency.trained))
+        return 1e9, next(seconds)
+
+    def note(self, call):
+        measured.append((number_there(piped) > 0, (times := times_of(self, call)) is not None))
+        return times
+
+    # no seconds of a CPU worker are such
+    monkeypatch.setattr(full_plans.FullPlans, "_compared", compared)
+    monkeypatch.setattr(CostModel, "times_of", note)
+    init = full_plans.FullPlans.__init__
+    monkeypatch.setattr(full_plans.FullPlans, "__init__", lambda self, costs, accelerators: init(self, costs, True))
+    _, piped = eight_layers("auto")
+    with piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        for step in range(14):
+            piped.forward_backward((batch(4, width=WIDTH, seed=step),), loss_fn=square_loss)
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        assert number_there(piped) == 2 * looked_at[1] and len(looked_at) == 4
+    there = [is_measured for is_there, is_measured in measured if is_there]
+    assert sum(there[:6]) >= 4, "steps are measured in a row again once weights live there"
