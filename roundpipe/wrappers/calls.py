@@ -22,6 +22,7 @@ from roundpipe.core.checks import check_flag, check_keywords, check_type
 from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
@@ -290,7 +291,7 @@ class ChainRunner(Runner):
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
         tensors = {id(each) for each in tensors_reached_by(function)}
-        return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
+        return bool(tensors) and not tensors.isdisjoint(map(id, parameters_in(self.model)))
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

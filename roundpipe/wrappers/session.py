@@ -29,7 +29,7 @@ from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.checks import check_type
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import ClosedError, ConfigError
-from roundpipe.core.module_tree import parameters_at
+from roundpipe.core.module_tree import modules_in, parameters_at
 from roundpipe.core.options import check_passed_on
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
@@ -190,14 +190,14 @@ class Session:
         check_passed_on(first.forward, kwargs, OPTIONS, f"the forward of {type(self.model).__name__}", place)
         tensors = trees.tensors((args, kwargs))
         has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
-        for kind in {type(module) for module in self.model.modules()} if has_same else ():
+        for kind in set(map(type, modules_in(self.model))) if has_same else ():
             if compares_arguments(kind):
                 raise ConfigError(
                     f"two arguments are the same tensor, and the forward of {kind.__name__} asks whether two of its "
                     "arguments are one object (`a is b`): each is split and moved by itself, so they would not be. "
                     "Compare with None, or give it a flag"
                 )
-        for kind in {type(module) for module in self.model.modules()} if torch.is_inference_mode_enabled() else ():
+        for kind in set(map(type, modules_in(self.model))) if torch.is_inference_mode_enabled() else ():
             if asks_for_inference_mode(kind):
                 raise ConfigError(
                     f"the forward of {kind.__name__} asks whether torch.inference_mode is on, which it is not where "

@@ -23,7 +23,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
-from roundpipe.core.module_tree import structure_message
+from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.residents import Stay
 from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
@@ -46,12 +46,12 @@ class FrozenLayers:
     def of(cls, layers: Iterable[nn.Module]) -> Self:
         frozen = cls()
         for layer in layers:
-            for module in layer.modules():
+            for module in modules_in(layer):
                 frozen.attributes[module] = {
                     name: value.copy() if type(value) in _CHANGED_IN_PLACE else value
                     for name, value in module.__dict__.items()
                 }
-            frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
+            frozen.trained.update(parameter for parameter in parameters_in(layer) if parameter.requires_grad)
         return frozen
 
     def attributes_of(self, module: nn.Module) -> dict[str, Any]:
