@@ -28,26 +28,25 @@ def test_the_fewest_that_fit(rungs: tuple[Tiles, ...], num_that_fit: int) -> Non
     assert len(asked) == 1 if fitting == rungs else len(asked) <= 2 + len(rungs) // 2
 
 
-FREE = "free"
-
-
 class Plans:
-    """Each plan is named by its tiles, and takes the seconds that are given."""
+    """Each plan is named by its tiles, and takes the seconds that are given; so does none, with a tail of no bytes.
 
-    def __init__(self, seconds: dict[Tiles | str, float]) -> None:
-        self._seconds = seconds
-        self.asked: list[Tiles | str] = []
+    The tail's bytes go with the number of tiles.
+    """
+
+    def __init__(self, seconds: dict[int, float], least_s: float) -> None:
+        self._seconds, self._least_s = seconds, least_s
+        self.asked: list[int] = []
         self.has_budget = True
-        self.costs = SimpleNamespace(
-            is_less=lambda call, tiles, finer: finer in seconds, training_bytes=lambda call, tiles: None
-        )
+        self.costs = SimpleNamespace(training_bytes=lambda call, tiles: [10, 1000 // max(tiles.tail, 1)])
 
     def choose(self, call, tiles, free=()):
-        self.asked.append(FREE if free else tiles)
-        return self.asked[-1]
+        self.asked.append(tiles.tail)
+        return tiles.tail
 
     def least_seconds(self, call, tiles, free=()):
-        return 0.0
+        assert list(free) == [1], "the last layer"
+        return self._least_s
 
     def seconds(self, call, tiles):
         return self._seconds.__getitem__
@@ -56,23 +55,30 @@ class Plans:
 
 
 @pytest.mark.parametrize(
-    ("untiled_s", "free_s", "tiled_s", "expected", "num_asked"),
+    ("least_s", "seconds", "expected", "asked"),
     [
-        pytest.param(1.0, 0.98, {}, UNTILED, 2, id="no room that counts"),
-        pytest.param(1.0, 0.9, {}, UNTILED, 2, id="nothing runs in tiles"),
-        pytest.param(1.0, 0.9, {4: 0.95, 16: 0.9}, Tiles(1, 16), 4, id="finer ones bring as much again"),
-        pytest.param(1.0, 0.93, {4: 0.95, 16: 0.93}, Tiles(1, 4), 3, id="finer ones could bring little"),
-        pytest.param(1.0, 0.9, {4: 0.95, 16: 0.98, 64: 1.1}, Tiles(1, 4), 5, id="finer ones are slower"),
-        pytest.param(1.0, 0.9, {4: 0.98, 16: 0.95, 64: 0.94}, Tiles(1, 16), 5, id="the fewest bring too little"),
-        pytest.param(1.0, 0.9, {4: 1.0, 16: 1.0, 64: 1.0}, UNTILED, 5, id="tiles take what the room brings"),
+        pytest.param(0.98, {1: 1.0}, 1, [1], id="no room that counts"),
+        pytest.param(0.5, {1: 1.0, 4: 0.95}, 4, [1, 4], id="the rest can bring little"),
+        pytest.param(0.5, {1: 1.0, 4: 0.8, 16: 0.75}, 16, [1, 4, 16], id="finer ones bring as much again"),
+        pytest.param(0.5, {1: 1.0, 4: 0.8, 16: 0.79}, 4, [1, 4, 16], id="finer ones bring too little"),
+        pytest.param(0.5, {1: 1.0, 4: 0.98}, 1, [1, 4], id="too little"),
+        pytest.param(0.5, {1: 1.0, 4: 1.1}, 1, [1, 4], id="tiles take more than the room brings"),
     ],
 )
-def test_a_tail_in_tiles_if_that_makes_the_plan_faster_by_enough(untiled_s, free_s, tiled_s, expected, num_asked):
-    plans = Plans({UNTILED: untiled_s, FREE: free_s} | {Tiles(1, number): each for number, each in tiled_s.items()})
-    call = SimpleNamespace(config=SimpleNamespace(tiles=None), chain=[None] * 3)
+def test_a_tail_in_tiles_if_that_makes_the_plan_faster_by_enough(least_s, seconds, expected, asked):
+    plans = Plans(seconds, least_s)
+    call = SimpleNamespace(config=SimpleNamespace(tiles=None), chain=[None] * 2)
 
-    assert choose_with_tiles(plans, call) == (expected, expected)
-    assert len(plans.asked) == num_asked
+    plan, tiles = choose_with_tiles(plans, call)
+    assert (plan, tiles) == (expected, Tiles(1, expected))
+    assert plans.asked == asked
+
+
+def test_a_tail_that_no_tiles_make_smaller_runs_whole():
+    plans = Plans({1: 1.0}, 0.5)
+    plans.costs.training_bytes = lambda call, tiles: [10, 1000]
+    call = SimpleNamespace(config=SimpleNamespace(tiles=None), chain=[None] * 2)
+    assert choose_with_tiles(plans, call) == (1, UNTILED)
 
 
 def test_each_tile_reads_the_weights_and_adds_to_their_gradients():

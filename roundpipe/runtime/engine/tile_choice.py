@@ -111,22 +111,24 @@ def _with_fewest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Ti
 def _faster_in_tiles(plans: PlansInTiles, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
     """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough.
 
-    The same for finer tiles, as long as a tail that takes no memory would be.
+    The same for finer tiles, unless what the tail still takes can't bring enough, at what the room so far has brought.
     """
     found = plan, UNTILED
     predict = plans.prediction(call, UNTILED)
     if predict is None or not plans.has_budget or call.config.tiles is not None:
         return found
-    found_s, tail = predict(plan), [len(call.chain) - 1]
-    if plans.least_seconds(call, UNTILED, tail) > (1 - TILES_GAIN) * found_s:
+    untiled_s = found_s = predict(plan)
+    if plans.least_seconds(call, UNTILED, [len(call.chain) - 1]) > (1 - TILES_GAIN) * untiled_s:
         return found
-    least_s = predict(plans.choose(call, UNTILED, tail))
     for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
-        if least_s > (1 - TILES_GAIN) * found_s or not plans.costs.is_less(call, UNTILED, tiles):
+        whole, tiled = (plans.costs.training_bytes(call, each) for each in (UNTILED, tiles))
+        if whole is None or tiled is None or tiled[-1] >= whole[-1]:
             break
         other, seconds = _timed(plans, call, tiles)
         if seconds <= (1 - TILES_GAIN) * found_s:
             found, found_s = (other, tiles), seconds
+        if (untiled_s - seconds) / (whole[-1] - tiled[-1]) * tiled[-1] < TILES_GAIN * found_s:
+            break
     return found
 
 
