@@ -313,10 +313,11 @@ class StepState:
     # The optimizer's thread, see `ParameterUse`
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        uploads, adds = self.jobs_of([parameter])
+        uploads, adds = self._jobs_of.get(parameter, ((), ()))  # in their order
+        first = self._first_job
         # a job's weights come up while the worker's job before it runs
-        last_upload = max(uploads, default=self._first_job) - self.spec.schedule.num_workers
-        return last_upload, max(adds, default=self._first_job)
+        last_upload = (uploads[-1] if uploads else first) - self.spec.schedule.num_workers
+        return last_upload, adds[-1] if adds else first
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
         known = self._jobs_of
@@ -336,14 +337,19 @@ class StepState:
     @functools.cached_property
     def _jobs_of(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
         """Per parameter, the jobs that upload it and those that add to its gradient."""
-        jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
+        of_layers: dict[int, tuple[list[int], list[int]]] = {}
         for job in self.spec.schedule.jobs:
             for index in job.layers:
-                for tensor in self.spec.weights[index].parameters():
-                    uploads, adds = jobs_of.setdefault(tensor, ([], []))
-                    uploads.append(job.index)
-                    if job.phase is not Phase.FORWARD:
-                        adds.append(job.index)
+                uploads, adds = of_layers.setdefault(index, ([], []))
+                uploads.append(job.index)
+                if job.phase is not Phase.FORWARD:
+                    adds.append(job.index)
+        jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
+        for index, use in of_layers.items():
+            for tensor in self.spec.weights[index].parameters():
+                if (other := jobs_of.setdefault(tensor, use)) is not use:  # tied
+                    uploads, adds = (sorted({*one, *two}) for one, two in zip(other, use, strict=True))
+                    jobs_of[tensor] = uploads, adds
         return jobs_of
 
 
