@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,23 @@ def innermost(error: BaseException, names: Mapping[int, str]) -> str | None:
         name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
         trace = trace.tb_next
     return name
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of the values in the frames that an error and those behind it passed: they may be on a device."""
+    seen: set[BaseException] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        each = errors.pop()
+        if each is not None and each not in seen:
+            seen.add(each)
+            for frame, _ in traceback.walk_tb(each.__traceback__):
+                try:
+                    frame.clear()
+                except RuntimeError:  # it is running, and a copy of its values would outlive the error among them
+                    continue
+                _ = frame.f_locals  # before Python 3.13 a copy that lives on once it was read; reading renews it
+            errors += [each.__cause__, each.__context__]
 
 
 class RoundPipeError(Exception):

@@ -25,11 +25,12 @@ from roundpipe.core.errors import BackwardError, add_note, enumerated
 from roundpipe.core.layers import is_differentiable
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.builder import StepBuilder
+from roundpipe.runtime.engine.host_values import HostGradients, HostValue
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.wrappers.recovery import run_step
+from roundpipe.wrappers.recovery import learn_later, run_step
 from roundpipe.wrappers.session import Session
 
 _OutputPlace = tuple[int, str, int]
@@ -67,7 +68,8 @@ class DeferredBackward:
         spec = self.builder.backward_step(forward.spec, self.call, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
             try:
-                step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
+                when_short = learn_later(self.session, self.builder.plans, self.call, spec)
+                step = self.session.engine.run(spec, forward.values, incoming, forward.forward, when_short=when_short)
             except OUT_OF_MEMORY as error:
                 add_note(error, "roundpipe: only forward_backward is planned anew, not the backward of a forward")
                 raise

@@ -7,21 +7,23 @@ the next attempt leaves them out; where a loss may have added some by itself (`h
 
 from __future__ import annotations
 
+import functools
 import logging
-import traceback
 from collections.abc import Callable
 
 import torch
 
-from roundpipe.core.errors import DeviceMemoryError, said
+from roundpipe.core.errors import DeviceMemoryError, release_frames, said
 from roundpipe.core.module_tree import buffers_in
+from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
+from roundpipe.runtime.engine.host_values import HostValues
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.smaller_plans import proposal, shrink
 from roundpipe.runtime.engine.spec import Call, StepSpec
-from roundpipe.runtime.engine.step import HostValues, StepState
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.wrappers.host_gradients import HostGradients
 from roundpipe.wrappers.session import Session
 
@@ -57,6 +59,8 @@ def run_step(
     Raises:
         DeviceMemoryError: no plan is known that fits.
     """
+    for learn in session.engine.steps.take_short():
+        learn()
     added: set[int] = set()
     before = gradients = None
     if plans.has_budget:
@@ -71,15 +75,14 @@ def run_step(
             raise DeviceMemoryError(f"{error}. {plans.options.proposal(call)}") from None
         plan = spec.schedule.plan
         try:
-            step = session.engine.run(spec, values, added=added)
+            when_short = learn_later(session, plans, call, spec)
+            step = session.engine.run(spec, values, added=added, when_short=when_short)
         except OUT_OF_MEMORY as error:
             if before is None or gradients is None:  # nobody asked for a limit: the error is from the user's code
                 raise
             reason = said(error).partition("\n")[0]
-            _release_frames(error)
-            session.optimizer.come_home()
-            session.engine.release_memory()
-            plans.set_budgets(session.engine.take_budgets())
+            release_frames(error)
+            _release_memory(session, plans)
             if gradients.have_come and not gradients.can_restore:
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory, and its loss_fn has added gradients to tensors of the host, so "
@@ -107,18 +110,26 @@ def run_step(
             return spec, step
 
 
-def _release_frames(error: BaseException) -> None:
-    """Let go of the values in the frames that an error and those behind it passed: they are on the device."""
-    seen: set[BaseException] = set()
-    errors: list[BaseException | None] = [error]
-    while errors:
-        each = errors.pop()
-        if each is not None and each not in seen:
-            seen.add(each)
-            for frame, _ in traceback.walk_tb(each.__traceback__):
-                try:
-                    frame.clear()
-                except RuntimeError:  # it is running, and a copy of its values would outlive the error among them
-                    continue
-                _ = frame.f_locals  # before Python 3.13 a copy that lives on once it was read; reading renews it
-            errors += [each.__cause__, each.__context__]
+def _release_memory(session: Session, plans: PlanChooser) -> None:
+    """Give back all device memory, and plan for what there is then."""
+    session.optimizer.come_home()
+    session.engine.release_memory()
+    plans.set_budgets(session.engine.take_budgets())
+
+
+def learn_later(session: Session, plans: PlanChooser, call: Call, spec: StepSpec) -> Callable[[str], None]:
+    """What takes in that a step ran out of memory, for a reason, without that its call has learnt of it."""
+    return functools.partial(_learn, session, plans, call, spec.schedule.plan)
+
+
+def _learn(session: Session, plans: PlanChooser, call: Call, plan: ExecutePlan, reason: str) -> None:
+    _release_memory(session, plans)
+    has_smaller = shrink(plans, call, plan)
+    logger.warning(
+        "%s ran out of device memory with %d stages at the end of a round%s (%s). More microbatches, "
+        "recompute_grain='layer' or tiles need less from the start",
+        session.name,
+        plan.num_stages,
+        "; the next ones have a smaller plan" if has_smaller else "",
+        reason,
+    )

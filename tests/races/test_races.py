@@ -32,7 +32,7 @@ WAITS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 RARE: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "the gates of an update": (Gate, "wait", passes),
-    "random draws": (StepState, "wait_draws", passes),
+    "random draws": (StepState, "wait_runs", passes),
     "gradients of other workers": (StepState, "hand_in", lambda step, job, download, who: [(job.index, download)]),
     "uploads before an update writes": (_Group, "uploads", lambda group: []),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from tests.runtime.models import DTYPE, config, gradients, square_loss
+from tests.runtime.models import DTYPE, call, config, gradients, square_loss
 
 SINGLES = roundpipe.ExecutePlan([(0, 1), (1, 2), (2, 3)], (3, 4), [(2, 3), (1, 2), (0, 1)])
 
@@ -76,5 +76,19 @@ def train(piped, value, plan=SINGLES, num=3):
 
 def eager(model, value, num=3):
     for piece in value.tensor_split(num):
-        square_loss(model(piece), None).backward()
+        square_loss(call(model, (piece,), {}), None).backward()
     return gradients(model)
+
+
+def stale_loop(model, batches, num, calls_per_step):
+    """``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``, in eager."""
+    weights = [[p.detach().clone() for p in model.parameters()]]
+    for k in range(1, len(batches) // calls_per_step + 1):
+        with torch.no_grad():
+            for parameter, old in zip(model.parameters(), weights[max(k - 2, 0)], strict=True):
+                parameter.copy_(old)
+        model.zero_grad()
+        for value in batches[(k - 1) * calls_per_step : k * calls_per_step]:
+            eager(model, value, num)
+        weights.append([w - LR * p.grad for w, p in zip(weights[-1], model.parameters(), strict=True)])
+    return weights[-1]

@@ -12,7 +12,7 @@ from torch import nn
 
 import roundpipe
 from tests.repeats import repeats
-from tests.runtime.cases_overlap import LR, SINGLES, build, eager, in_asynchronous_steps, train
+from tests.runtime.cases_overlap import LR, SINGLES, build, eager, in_asynchronous_steps, stale_loop, train
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, square_loss
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,20 +28,6 @@ class Jitter(nn.Module):
     def forward(self, value):
         time.sleep(random.choice((0, 0, 0.002)))
         return self.layer(value)
-
-
-def stale_loop(model, batches, num, calls_per_step):
-    """``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``, in eager."""
-    weights = [[p.detach().clone() for p in model.parameters()]]
-    for k in range(1, len(batches) // calls_per_step + 1):
-        with torch.no_grad():
-            for parameter, old in zip(model.parameters(), weights[max(k - 2, 0)], strict=True):
-                parameter.copy_(old)
-        model.zero_grad()
-        for value in batches[(k - 1) * calls_per_step : k * calls_per_step]:
-            eager(model, value, num)
-        weights.append([w - LR * p.grad for w, p in zip(weights[-1], model.parameters(), strict=True)])
-    return weights[-1]
 
 
 PLANS = {

@@ -29,6 +29,7 @@ from roundpipe.runtime.device.backend import OUT_OF_MEMORY, synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.full_plans import FULL
+from roundpipe.runtime.engine.host_values import HostValue, HostValues
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.shared_values import Place, places_not_split
@@ -41,7 +42,6 @@ from roundpipe.runtime.engine.spec import (
     names_with_gradient,
     reads_of_backward,
 )
-from roundpipe.runtime.engine.step import HostValue, HostValues
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
 from roundpipe.runtime.weights.host_weights import HostWeights
@@ -97,15 +97,15 @@ class StepBuilder:
         With ``may_overlap`` the call returns with the losses, if nothing else speaks against it.
         """
         spec, values = self._spec(call, "train", keeps_history=True)
+        # without a step that has run by this plan, the call may have to be run again
+        may_outlive_call = may_overlap and not spec.inputs and self.plans.is_proven(call)
+        may_outlive_call &= not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
         spec = replace(
             self._with_loss(spec, call, return_outputs),
             spare_bytes=self.plans.room(call, spec.schedule.plan).spare_bytes,
             tail=call.tail if call.tiles.tail > 1 else None,
-            # without a step that has run by this plan, the call may have to be run again
-            may_outlive_call=may_overlap
-            and not spec.inputs
-            and not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
-            and self.plans.is_proven(call),
+            may_outlive_call=may_outlive_call,
+            runs_again=may_outlive_call and self.plans.has_budget,
             times=self.plans.costs.times_of(call),
             peaks=None if call.has_twins else self.plans.costs.peaks_of(call, spec.schedule.plan),
             retries=self.plans.retries_of(call, self._engine.retries),
@@ -145,6 +145,7 @@ class StepBuilder:
             stays=_stays(chain, weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
             schedule=schedule,
             flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
+            runs_again=self.plans.has_budget,
             tied_jobs=self._tied(chain, schedule),
             frozen=frozen,
         )

@@ -20,10 +20,11 @@ from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Backend, UnplannedMemory
 from roundpipe.runtime.device.host_threads import leave_cores
 from roundpipe.runtime.engine.allocator_room import RetryCounter
+from roundpipe.runtime.engine.host_values import HostGradients, HostValues
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
 from roundpipe.runtime.engine.spec import StepSpec
-from roundpipe.runtime.engine.step import HostGradients, HostValues, StepState
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading, Recorder
 from roundpipe.runtime.profiling.start_log import StartLog
@@ -123,12 +124,14 @@ class Engine(Steps):
         gradients: HostGradients | None = None,
         forward: ForwardRecord | None = None,
         added: set[int] | None = None,
+        when_short: Callable[[str], None] | None = None,
     ) -> StepState:
         """Run a step to its end, or until its losses are known and all is drawn if it may outlive the call.
 
         A backward gets the gradients of the outputs, and what its forward left: values and a record. Values are used
-        up. ``added`` are layers whose gradients an attempt before has added, and takes in those of this one. The first
-        error of a worker is raised as it was raised; the engine can run the next step then.
+        up. ``added`` are layers whose gradients an attempt before has added, and takes in those of this one. If workers
+        run out of memory and this does not raise it, `RunningSteps.take_short` gives ``when_short``. The first error of
+        a worker is raised as it was raised; the engine can run the next step then.
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")
@@ -140,6 +143,7 @@ class Engine(Steps):
         step = StepState(
             spec, self.steps.board, values, gradients, forward, set() if added is None else added, len(busy)
         )
+        step.when_short = when_short
         try:
             self.steps.begin(step)
             self.next_job = spec.schedule.next_job
@@ -148,7 +152,7 @@ class Engine(Steps):
                     worker.submit(step)
                 if spec.may_outlive_call:
                     step.wait_losses()
-                    step.wait_draws()
+                    step.wait_runs()
                     step.detach()
                     self.steps.leave_alone(step)
                 else:

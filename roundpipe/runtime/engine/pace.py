@@ -185,6 +185,7 @@ class Pace:
     def abandon(self) -> None:
         """Forget what was given to the device, which is done with it, and let go of it."""
         self._in_flight.clear()
+        self._leaving.clear()
         self._issued.clear()
         self._copies.clear()
         self._backend.take_uploads()

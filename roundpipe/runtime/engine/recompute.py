@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from roundpipe.runtime.weights.replica import BoundLayer
 
 LayerKey = tuple[int, int]
 """Index of a layer, and a microbatch."""
+_Buffers = tuple[list[torch.Tensor | None], Event | None]
+RecordEntries = tuple[dict[LayerKey, deque[tuple[Any, Event]]], dict[LayerKey, _Buffers]]
+"""What layers saved, and the buffers that they saw."""
 
 _state = threading.local()
 
@@ -105,10 +108,22 @@ class ForwardRecord:
         """By microbatch and name of values that gradients flow through, the tensors that take no part: a mask's."""
         self.saved: defaultdict[LayerKey, deque[tuple[Any, Event]]] = defaultdict(deque)
         """What layers asked to be given back, in the order in which it was saved."""
-        self._buffers: dict[LayerKey, tuple[list[torch.Tensor | None], Event | None]] = {}
+        self._buffers: dict[LayerKey, _Buffers] = {}
         """Of layers that write them, as the forward saw them."""
         self._unwritten: defaultdict[int, list[int]] = defaultdict(list)
         """By layer, the microbatches that nothing was kept for, since no forward so far wrote a buffer."""
+
+    def entries(self, layers: Iterable[int], microbatch: int) -> RecordEntries:
+        """What recomputation of these layers will use up."""
+        keys = [(layer, microbatch) for layer in layers]
+        saved = {key: deque(self.saved[key]) for key in keys if key in self.saved}
+        return saved, {key: self._buffers[key] for key in keys if key in self._buffers}
+
+    def put_back(self, entries: RecordEntries) -> None:
+        """Have these again, for another recomputation."""
+        saved, buffers = entries
+        self.saved.update((key, deque(values)) for key, values in saved.items())
+        self._buffers.update(buffers)
 
     @contextmanager
     def keep_buffers(self, bound: BoundLayer, key: LayerKey, backend: Backend) -> Iterator[None]:

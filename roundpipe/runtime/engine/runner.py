@@ -8,10 +8,11 @@ marked as used by a stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,10 +21,11 @@ from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase
 from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
+from roundpipe.runtime.engine.host_values import Gradients, HostValue, sum_gradients
 from roundpipe.runtime.engine.pace import InFlight, Pace
-from roundpipe.runtime.engine.spec import LABEL, Segment
+from roundpipe.runtime.engine.spec import LABEL, Segment, by_layer
 from roundpipe.runtime.engine.stage import Stage
-from roundpipe.runtime.engine.step import Gradients, HostValue, StepState, sum_gradients
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.weights.residency import Visit
 
@@ -49,10 +51,34 @@ class MicrobatchRunner:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
                 self._run_fused(step, job, stage, visit, microbatch)
-        if shared := stage.end_microbatch():
-            self._in_flight.add(self._backend.record(Lane.COMPUTE), shared)
+        self._end_microbatch(stage)
         for name in flow.drops:
             step.values[microbatch].pop(name, None)
+
+    def run_again(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
+        """Run a backward stage from its first microbatch on, of which an attempt ran out of memory in this one.
+
+        It runs layer by layer, and nothing that it can let go of stays on the device. Gradients of weights are made
+        for all of these microbatches; those of values, which the others have left, for this one.
+        """
+        for kept in step.kept.of(job):
+            step.forward.put_back(kept.record)
+            gradients = {name: [*each] for name, each in (kept.gradients or {}).items()}
+            if kept.microbatch == microbatch:
+                if kept.gradients is not None:  # some were taken, and parts of the stage may have left theirs
+                    step.gradients[microbatch].clear()
+                    step.gradients[microbatch].update(gradients)
+                self.run(step, job, stage, visit, microbatch)
+            else:
+                segments, values = self._by_layer(step, job, stage, visit, kept.values, kept.microbatch)
+                self._run_segments(step, stage, visit, kept.microbatch, segments, values, gradients, lambda: None)
+                self._end_microbatch(stage)
+            self._backend.synchronize()
+            self._pace.abandon()
+
+    def _end_microbatch(self, stage: Stage) -> None:
+        if shared := stage.end_microbatch():
+            self._in_flight.add(self._backend.record(Lane.COMPUTE), shared)
 
     def _wait_before(self, step: StepState, job: Job, stage: Stage, microbatch: int) -> None:
         """Until another worker has given a microbatch of the stage before to its device."""
@@ -68,8 +94,8 @@ class MicrobatchRunner:
     def _run_forward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         backend, flow = self._backend, step.spec.flow_of(job)
         (segment,) = flow.segments
-        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
         values = step.values[microbatch]
+        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, values)
         is_copying = False
         memory = backend.activations(visit.memory, tensors)
         with backend.hold(own_bytes, "carried values"):
@@ -125,7 +151,7 @@ class MicrobatchRunner:
             self._meter.until("overhead")
             spec.counted.share.totals()
             self._meter.until("no_work")
-        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
+        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, step.values[microbatch])
         label, label_bytes, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
         memory = self._backend.activations(visit.memory, [*tensors, *trees.tensors(label)])
         with self._backend.hold(own_bytes + label_bytes, "carried values"), spec.microbatch_context():
@@ -139,17 +165,43 @@ class MicrobatchRunner:
                     gradients = stage.backward(recorded, {}, microbatch)
         if collects_gradients:
             gradients = {**gradients, LABEL: [tensor.grad for tensor in trees.tensors(label)]}
-        self._download_gradients(step, gradients, microbatch)
+        self._download_gradients(step, step.gradients[microbatch], gradients)
 
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         flow = step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
             self._wait_done(step, step.spec.schedule.sharer(flow.last_source, microbatch), stage, microbatch)
+        kept = step.kept.keep(job, microbatch)
+        gradients = step.gradients[microbatch]
+
+        def wait() -> None:
+            self._wait_before(step, job, stage, microbatch)
+            if kept is not None:
+                kept.gradients = {name: [*each] for name, each in gradients.items()}
+
+        segments: Sequence[Segment] = flow.segments
+        values: Mapping[str, HostValue] = step.values[microbatch]
+        if step.kept.shortage:
+            segments, values = self._by_layer(step, job, stage, visit, values, microbatch)
+        self._run_segments(step, stage, visit, microbatch, segments, values, gradients, wait)
+
+    def _run_segments(
+        self,
+        step: StepState,
+        stage: Stage,
+        visit: Visit,
+        microbatch: int,
+        segments: Iterable[Segment],
+        values: Mapping[str, HostValue],
+        on_host: dict[str, list[HostValue]],
+        wait: Callable[[], None],
+    ) -> None:
+        """The backward of a microbatch, from gradients on the host to others; ``wait`` until the first are there."""
         has_waited = False
-        for number, segment in enumerate(filter(stage.has_backward, flow.segments)):
+        for number, segment in enumerate(filter(stage.has_backward, segments)):
             if number:
                 self._pace.begin_part()
-            carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
+            carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, values)
             memory = self._backend.activations(visit.memory, tensors)
             with self._backend.hold(own_bytes, "carried values"):
                 del tensors
@@ -157,9 +209,9 @@ class MicrobatchRunner:
                     recorded = stage.recompute(segment, carry, microbatch)
                 carry.clear()
                 if not has_waited:
-                    self._wait_before(step, job, stage, microbatch)
+                    wait()
                     has_waited = True
-                incoming = self._upload_gradients(step, segment, microbatch)
+                incoming = self._upload_gradients(segment, on_host)
                 with (
                     self._backend.hold(sum(map(bytes_of, trees.tensors(incoming))), "carried gradients"),
                     self._meter.computing("backward", segment.layers),
@@ -167,21 +219,53 @@ class MicrobatchRunner:
                 ):
                     gradients = stage.backward(recorded, incoming, microbatch)
                 incoming.clear()
-            self._download_gradients(step, gradients, microbatch)
+            self._download_gradients(step, on_host, gradients)
             self._in_flight.release()
         if not has_waited:
-            self._wait_before(step, job, stage, microbatch)
+            wait()
+
+    def _by_layer(
+        self,
+        step: StepState,
+        job: Job,
+        stage: Stage,
+        visit: Visit,
+        values: Mapping[str, HostValue],
+        microbatch: int,
+    ) -> tuple[list[Segment], Mapping[str, HostValue]]:
+        """A backward stage's layers as segments of their own, and the values that they take, on the host."""
+        segments = by_layer(job, step.spec.chain.specs)
+        read = {name for segment in segments for name in segment.takes}
+        if read.issubset(values):
+            return segments, values
+        record = step.forward.entries(job.layers, microbatch)
+        made: dict[str, HostValue] = {}
+        known = ChainMap(made, cast(dict[str, HostValue], values))
+        for segment in segments[:0:-1]:
+            carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, known)
+            memory = self._backend.activations(visit.memory, tensors)
+            with self._backend.hold(own_bytes, "carried values"):
+                del tensors
+                with self._meter.computing("recompute", segment.layers), memory:
+                    recorded = stage.recompute(segment, carry, microbatch)
+                carry.clear()
+                for name in read.intersection(segment.makes):
+                    made[name] = self._download(recorded.outputs[name], "values of", is_inner=step.spec.is_inner(name))
+                del recorded
+            self._pace.begin_part()
+        step.forward.put_back(record)
+        return segments, known
 
     # Transfers
 
     def _upload_values(
-        self, step: StepState, stage: Stage, names: Iterable[str], microbatch: int
+        self, step: StepState, stage: Stage, names: Iterable[str], values: Mapping[str, HostValue]
     ) -> tuple[Carry, list[torch.Tensor], int]:
         """Values of a microbatch on the device, ready for COMPUTE; the tensors in them, and bytes of its own ones."""
         carry: Carry = {}
         total_bytes = 0
         for name in names:
-            value, is_lent = step.begin_read(microbatch, name)
+            value, is_lent = step.begin_read(values, name)
             for event in value.events:
                 self._backend.wait(Lane.UPLOAD, event)
             with self._meter.copying(Lane.UPLOAD, "values for"):
@@ -202,9 +286,9 @@ class MicrobatchRunner:
         leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
         return uploaded, own_bytes, bool(leaves)
 
-    def _upload_gradients(self, step: StepState, segment: Segment, microbatch: int) -> dict[str, Gradients]:
+    def _upload_gradients(self, segment: Segment, on_host: dict[str, list[HostValue]]) -> dict[str, Gradients]:
         """Gradients of values that a segment made, summed over their readers, on the device."""
-        backend, on_host = self._backend, step.gradients[microbatch]
+        backend = self._backend
         by_reader: dict[str, list[Gradients]] = {}
         for name in segment.makes:
             for value in on_host.pop(name, ()):
@@ -241,11 +325,13 @@ class MicrobatchRunner:
         copies = trees.map_tensors(outputs, lambda tensor: tensor.to(device))
         return HostValue(copies, (self._backend.record(Lane.COMPUTE),))
 
-    def _download_gradients(self, step: StepState, gradients: dict[str, Gradients], microbatch: int) -> None:
+    def _download_gradients(
+        self, step: StepState, on_host: dict[str, list[HostValue]], gradients: dict[str, Gradients]
+    ) -> None:
         """Leave gradients of values that a segment took on the host, for the stages that made them."""
         if not gradients:
             return
-        download, on_host = self._backend.download, step.gradients[microbatch]
+        download = self._backend.download
         with self._downloading("gradients of"):
             copies = []
             for name, each in gradients.items():

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median_low
 
-from roundpipe.core.errors import GRADIENTS_ADDED, add_note
+from roundpipe.core.errors import GRADIENTS_ADDED, add_note, said
 from roundpipe.core.schedule import ScheduleKind
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.weights.gate import Gates
 
 MEASURED_STEPS = 64
 """Steps whose seconds are kept, for their median."""
+TOO_LATE = (
+    "roundpipe: the round's call had returned, so that it is not run again: its gradients are not whole, and no update "
+    "is made of them. Its worker ran a stage again, layer by layer, as far as that can help. Later rounds have a "
+    "smaller plan. Where memory comes and goes, use step(..., is_async=False): calls can run such rounds again"
+)
 
 
 class RunningSteps:
@@ -24,6 +32,8 @@ class RunningSteps:
         self._running: list[StepState] = []
         self._unseen: list[StepState] = []
         """Those whose call has returned and that failed since."""
+        self._short: list[Callable[[], None]] = []
+        """What is to be learnt from steps that ran out of memory when their calls had returned."""
         self.num_trained = 0
         """Training steps that have begun, since the model was made."""
         self.num_begun = 0
@@ -66,17 +76,25 @@ class RunningSteps:
             self._running.remove(step)
         now_s = time.perf_counter()
         seconds = now_s - max(step.begun_s, self.last_over_s)
+        shortage = step.kept.shortage
         if not step.failed:
             self._seconds.append((step.spec.schedule.kind, seconds))
         elif step.is_unattended:
             self._unseen.append(step)
+            if step.spec.runs_again and isinstance(step.error, OUT_OF_MEMORY):
+                shortage = shortage or said(step.error).partition("\n")[0]
+                add_note(step.error, TOO_LATE)
+        learn, step.when_short = step.when_short, None
+        if shortage and learn is not None and (step.is_unattended or not step.failed):
+            self._short.append(functools.partial(learn, shortage))
         self.last_over_s = now_s
+        is_unusual = step.failed or bool(shortage)
         if step.spec.times is not None:
-            step.spec.times.end(failed=step.failed)
+            step.spec.times.end(failed=is_unusual)
         if step.spec.peaks is not None:
-            step.spec.peaks.end(failed=step.failed)
+            step.spec.peaks.end(failed=is_unusual)
         if step.spec.retries is not None:
-            step.spec.retries.end(seconds, failed=step.failed)
+            step.spec.retries.end(seconds, failed=is_unusual)
 
     def leave_alone(self, step: StepState) -> None:
         """The step's call returns, unless the step has failed; if it fails now, the next call says so."""
@@ -102,6 +120,12 @@ class RunningSteps:
             failed, self._unseen = self._unseen, []
         if failed:
             raise_error(failed[0])
+
+    def take_short(self) -> list[Callable[[], None]]:
+        """What is to be done, in the caller's thread, about steps that ran out of memory since the last time."""
+        with self.board.lock:
+            short, self._short = self._short, []
+        return short
 
     def reset(self) -> None:
         """Forget what was counted, for a report about what comes."""

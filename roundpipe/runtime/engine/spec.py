@@ -227,6 +227,8 @@ class StepSpec:
     """Per job: jobs of earlier stages that bring gradients of the same parameters; they are added first."""
     may_outlive_call: bool = False
     """Whether the call returns with the losses, or once all is drawn."""
+    runs_again: bool = False
+    """Whether a worker that runs out of memory in a backward stage runs it again: see `KeptRuns`."""
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
     resident_bytes: int | None = None
@@ -276,8 +278,13 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """The segments of a job, in the order in which they run; ``exit_reads`` if it makes the model's outputs itself."""
     if job.phase is Phase.BACKWARD and grain == "layer":
-        return tuple(_segment(specs, (index,)) for index in reversed(job.layers))
+        return tuple(by_layer(job, specs))
     return (_segment(specs, job.layers, exit_reads),)
+
+
+def by_layer(job: Job, specs: Sequence[LayerSpec]) -> list[Segment]:
+    """The layers of a job as segments, in the order of its backward."""
+    return [_segment(specs, (index,)) for index in reversed(job.layers)]
 
 
 def flow(

@@ -27,13 +27,13 @@ from roundpipe.core.term_shares import with_shares
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
+from roundpipe.runtime.engine.host_values import Gradients
 from roundpipe.runtime.engine.losses import Losses, LossWeights, in_small_memory, place_of, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.shared_glue import SharedGlue
 from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import Segment, StepSpec
 from roundpipe.runtime.engine.stage_layers import StageLayers
-from roundpipe.runtime.engine.step import Gradients
 from roundpipe.runtime.profiling.layer_times import Kind
 from roundpipe.runtime.weights.replica import BoundLayer
 

@@ -11,9 +11,8 @@ to leave ends it; steps end in no particular order, but gradients are added in t
 from __future__ import annotations
 
 import functools
-import operator
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,8 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.schedule import Job, Phase
 from roundpipe.runtime.device.backend import Event, synchronize_streams
+from roundpipe.runtime.engine.host_values import HostGradients, HostValue, HostValues, sum_gradients
+from roundpipe.runtime.engine.kept_runs import KeptRuns
 from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
@@ -30,33 +31,9 @@ from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.runtime.weights.residency import Download
 
-Gradients = list[torch.Tensor | None]
-"""One entry per tensor of a carried value."""
-
 
 class Cancelled(Exception):
     """Another worker failed; unwinds a waiting one."""
-
-
-@dataclass(slots=True)
-class HostValue:
-    """A carried value, or its gradients, on the host, and the copies that must be done before its use."""
-
-    value: Any
-    events: tuple[Event, ...] = ()
-
-    def synchronize(self) -> Any:
-        """The value, once its copies are done."""
-        for event in self.events:
-            event.synchronize()
-        self.events = ()
-        return self.value
-
-
-HostValues = list[dict[str, HostValue]]
-"""Per microbatch: carried values on the host, by name."""
-HostGradients = list[dict[str, list[HostValue]]]
-"""Per microbatch: `Gradients` of carried values on the host, one entry per reader, to be summed in order."""
 
 
 @dataclass(eq=False)
@@ -88,6 +65,8 @@ class StepState:
     failed: bool = False
     error: BaseException | None = None
     """The first error, until somebody takes it to raise it."""
+    when_short: Callable[[str], None] | None = None
+    """What the next call does, with the reason, if the step ran out of memory and its own call did not learn of it."""
 
     def __post_init__(self) -> None:
         spec, schedule = self.spec, self.spec.schedule
@@ -117,6 +96,7 @@ class StepState:
         """Uploads of such values that are being issued."""
         self._reads: list[Event] = []
         """When those that were issued are done."""
+        self.kept = KeptRuns(spec, self.values, self.forward, self.board)
 
     # Workers
 
@@ -210,13 +190,13 @@ class StepState:
                 self.failed, self.error = True, error
             self.board.notify()
 
-    def begin_read(self, microbatch: int, name: str) -> tuple[HostValue, bool]:
+    def begin_read(self, values: Mapping[str, HostValue], name: str) -> tuple[HostValue, bool]:
         """A carried value that is to be uploaded, and whether `end_read` must be told when that is done."""
         if name not in self._lent:
-            return self.values[microbatch][name], False
+            return values[name], False
         with self.board.lock:
             self._num_reading += 1
-            return self.values[microbatch][name], True
+            return values[name], True
 
     def end_read(self, event: Event) -> None:
         """Values of `begin_read` are uploaded at the event."""
@@ -239,19 +219,24 @@ class StepState:
         for value in (*self.losses, *self.outputs):
             value.synchronize()
 
-    def wait_draws(self) -> None:
-        """Return when no job will draw random numbers any more, or the step has failed.
+    def wait_runs(self) -> None:
+        """Return when the call is needed for no further run of a microbatch, or the step has failed.
 
-        Generators are shared with the caller. Accelerators may be behind: who draws what is settled when kernels are
-        given to them.
+        That is once no job will draw random numbers any more: generators are shared with the caller. Accelerators may
+        be behind: who draws what is settled when kernels are given to them. And once stages with losses are through,
+        if it runs out of memory: only the call can run those again.
         """
-        schedule, drawing = self.spec.schedule, self.spec.drawing
-        jobs = [job for job in schedule.jobs if not drawing.isdisjoint(job.layers)]
+        schedule, drawing, runs_again = self.spec.schedule, self.spec.drawing, self.spec.runs_again
+        jobs = [
+            job
+            for job in schedule.jobs
+            if not drawing.isdisjoint(job.layers) or (runs_again and job.phase is Phase.FUSED)
+        ]
         counts = [(job.index - self._first_job, len(schedule.microbatches(job))) for job in jobs]
         runs = self._runs
         if counts:
             is_done = lambda: all(runs[position] >= count for position, count in counts)  # noqa: E731
-            self.board.wait(lambda: self.failed or is_done(), "the call", "random draws")
+            self.board.wait(lambda: self.failed or is_done(), "the call", "random draws and losses")
 
     def wait_scale(self, who: str) -> float:
         """What a job's gradients are to be multiplied by; waits for losses, of another worker at most."""
@@ -279,25 +264,30 @@ class StepState:
 
             return trees.map_numbered(value, one)
 
-        copies = [
-            (values, name, HostValue(cloned(name, original.value), original.events))
-            for values in self.values
-            for name in self.spec.arguments
-            if (original := values.get(name)) is not None
-        ]
+        with self.board.lock:
+            originals = {value: name for _, name, value in self._arguments()}
+        copies = {value: HostValue(cloned(name, value.value), value.events) for value, name in originals.items()}
         backward = {i for job in self.spec.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
         with self.modules_lock:
             self.frozen = FrozenLayers.of(self.spec.weights[index].layer for index in sorted(backward))
         with self.board.lock:
-            for values, name, copy in copies:
-                if name in values:
-                    values[name] = copy
+            for values, name, value in self._arguments():
+                values[name] = copies[value]
             self._lent = frozenset()
         self.board.wait(lambda: self.failed or not self._num_reading, "the call", "uploads of its arguments")
         for event in self._reads:
             event.synchronize()
         self._reads.clear()
-        synchronize_streams(tensor for *_, copy in copies for tensor in trees.tensors(copy.value))
+        synchronize_streams(tensor for copy in copies.values() for tensor in trees.tensors(copy.value))
+
+    def _arguments(self) -> list[tuple[dict[str, HostValue], str, HostValue]]:
+        """Where values of the caller's arguments are held."""
+        return [
+            (values, name, value)
+            for values in (*self.values, *self.kept.values())
+            for name in self.spec.arguments
+            if (value := values.get(name)) is not None
+        ]
 
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
@@ -351,9 +341,3 @@ class StepState:
                     uploads, adds = (sorted({*one, *two}) for one, two in zip(other, use, strict=True))
                     jobs_of[tensor] = uploads, adds
         return jobs_of
-
-
-def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """The sum of those that are there, in their order; None if none is."""
-    present = [part for part in parts if part is not None]
-    return functools.reduce(operator.add, present) if present else None

@@ -14,12 +14,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
+from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, release_frames, said
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
-from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
 from roundpipe.runtime.engine.gradients_home import GradientsHome
 from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.runner import MicrobatchRunner
@@ -38,6 +40,8 @@ from roundpipe.runtime.weights.residency import Arena, Visit
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -199,7 +203,6 @@ class Worker:
             self._open.clear,
             self.arena.forget_visits,
             self.meter.abandon,
-            self._leaving.clear,
             self.pace.abandon,
         )
         for action in undo:
@@ -260,22 +263,53 @@ class Worker:
         job = step.spec.schedule.job(task.job_index)
         if task.kind is TaskKind.PREFETCH:
             if job.index not in self._open:
-                self._prefetch(step, job)
+                self._attempt(step, task, lambda: self._prefetch(step, job))
         elif task.kind is TaskKind.RUN:
             assert task.microbatch is not None
-            opened = self._open[job.index]
-            self.meter.at(job, task.microbatch)
-            self.meter.until("overhead")
-            if opened.stage is None:
-                self.pace.begin_visit()
-            self.pace.begin_run(step.spec.schedule.num_microbatches)
-            if opened.stage is None:
-                opened.stage = self._enter(step, opened)
-            self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
-            self.pace.end_run()
+            opened, microbatch = self._open[job.index], task.microbatch
+            run, again = (partial(each, step, opened, microbatch) for each in (self._run, self._run_again))
+            self._attempt(step, task, run, again)
             step.advance(job.index)
         else:
-            self._release(step, self._open[job.index])
+            self._release(step, task, self._open[job.index])
+
+    def _attempt(
+        self, step: StepState, task: Task, act: Callable[[], _Result], again: Callable[[], _Result] | None = None
+    ) -> _Result:
+        """Do something for a task, and once more if memory runs out and its step allows that."""
+        try:
+            return act()
+        except OUT_OF_MEMORY as error:
+            reason = said(error).partition("\n")[0]
+            if not step.kept.may_run_again(step.spec.schedule.job(task.job_index), task.kind, reason):
+                raise
+            if isinstance(error, torch.OutOfMemoryError):
+                self.backend.note_failure()
+            release_frames(error)
+        self.backend.synchronize()
+        self.meter.abandon()
+        self.pace.abandon()
+        self.backend.release_cached()
+        return (again or act)()
+
+    def _run(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
+        self.meter.at(opened.job, microbatch)
+        self.meter.until("overhead")
+        if opened.stage is None:
+            self.pace.begin_visit()
+        self.pace.begin_run(step.spec.schedule.num_microbatches)
+        if opened.stage is None:
+            opened.stage = self._enter(step, opened)
+        self._runner.run(step, opened.job, opened.stage, opened.visit, microbatch)
+        self.pace.end_run()
+
+    def _run_again(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
+        """Run a stage from its first microbatch to this one, with gradients of weights from zero."""
+        if opened.stage is not None:
+            opened.stage.shared.end()
+        opened.visit.unbind()
+        opened.stage = self._enter(step, opened)
+        self._runner.run_again(step, opened.job, opened.stage, opened.visit, microbatch)
 
     def _can_run(self, step: StepState, task: Task) -> bool:
         """Whether a task is a run that a device beside its worker can begin with: it waits for no other worker."""
@@ -327,15 +361,17 @@ class Worker:
 
     # Gradients of weights
 
-    def _release(self, step: StepState, opened: _OpenVisit) -> None:
-        job = opened.job
+    def _release(self, step: StepState, task: Task, opened: _OpenVisit) -> None:
+        job, keeps_buffers = opened.job, opened.job.phase is not Phase.BACKWARD
+        step.kept.end(job)
         if step.spec.peaks is not None:
             sizes = step.spec.schedule.visit_sizes(self.index, [weights.num_bytes for weights in step.spec.weights])
             surplus_bytes = self.arena.num_bytes - self.arena.room(sizes)  # as if nothing stayed
             position = job.index - step.spec.schedule.first_job
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
-        pending, events, alive = opened.visit.release(job.phase is not Phase.BACKWARD, added)
+        release = partial(opened.visit.release, keeps_buffers, added)
+        pending, events, alive = self._attempt(step, task, release)
         if opened.stage is not None and (shared := opened.stage.shared.end()):
             self._in_flight.add(events[0], shared)
         del self._open[job.index]  # before, an error drops it

@@ -166,6 +166,11 @@ class Visit:
         """Bind one layer's weights, behind `arrive`, to its modules as they were when ``frozen``; None: as they are."""
         self.layers[position].bind(self._tensors[position], with_gradients, frozen)
 
+    def unbind(self) -> None:
+        """Let go of gradients, and have each layer bound anew."""
+        for layer in self.layers:
+            layer.unbind()
+
     def release(self, keep_buffers: bool, added: Collection[int] = ()) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
 
@@ -352,7 +357,7 @@ class Arena:
             self._latest = side
             return Visit(self._backend, content.region, layers, self.residents, step, content.parts), side
         num_bytes = sum(layer.stay.streamed_bytes for layer in layers)
-        side = self._latest = 1 - self._latest
+        side = 1 - self._latest
         start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
         other = self._there[1 - side]
         self._there[side] = None
@@ -364,6 +369,7 @@ class Arena:
         visit = Visit(
             self._backend, region, layers, self.residents, step, with_samples=self._takes_samples, known=self._known
         )
+        self._latest = side
         if not any(layer.weights.has_loose for layer in layers):  # whose memory would not be given back
             self._there[side] = _Content(start, region, visit.streamed, self._takes_samples, self._lacked_samples)
         return visit, side
