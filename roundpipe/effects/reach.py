@@ -23,12 +23,12 @@ from roundpipe.core import trees
 from roundpipe.effects import places
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
 from roundpipe.effects.uses import (
-    CodeUses,
     filled_cells,
     forward_hooks,
     uses_of_forward,
     uses_of_methods,
     uses_of_properties,
+    variables_of,
 )
 
 MAX_DEPTH = 4
@@ -122,7 +122,7 @@ class StateWalk:
                     visited.add(type(module))
                     self._visit_class(type(module), _Way(""))
         for module in modules:
-            for hook in forward_hooks(module):
+            for hook in forward_hooks(module) if module._forward_hooks or module._forward_pre_hooks else ():
                 self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
         for module, way in self.reach.hidden:  # more of them are found meanwhile
             self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
@@ -137,6 +137,8 @@ class StateWalk:
         self.reach.places.append(Place(words, view, owner, key, held, way.by_hooks))
 
     def _visit(self, value: Any, way: _Way) -> None:
+        if id(value) in self._seen and not issubclass(type(value), type):  # a class may have bases that are not seen
+            return  # isinstance may run code of its class, for each module that holds it
         if type(value) in _PLAIN_CONTAINERS:  # nearly all there are
             if way.depth <= self._max_depth(way):
                 self._visit_container(value, way)
@@ -260,7 +262,7 @@ class StateWalk:
                 self.reach.cells.append(cell)
             self._visit(value, way.to(words, way.is_read))
         variables = function.__globals__
-        for name in sorted(CodeUses.of([function.__code__]).variables):
+        for name in sorted(variables_of(function.__code__)):
             if name in variables:
                 value, words = variables[name], f"global {name}"
                 if isinstance(value, _REPLACEABLE) and (id(variables), name) not in self._globals:

@@ -366,9 +366,9 @@ class CodeSnapshot:
 
 
 @contextmanager
-def python_restored(model: nn.Module, function: Any = None) -> Iterator[None]:
-    """Whatever the code of a model and a function does inside, such as to put fakes into a cache, is taken back."""
-    snapshot = CodeSnapshot(modules_in(model), function)
+def python_restored(modules: Iterable[nn.Module], function: Any = None) -> Iterator[None]:
+    """Whatever the code of modules and a function does inside, such as to put fakes into a cache, is taken back."""
+    snapshot = CodeSnapshot(modules, function)
     try:
         yield
     finally:

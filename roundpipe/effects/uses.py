@@ -176,6 +176,11 @@ class CodeUses:
         )
 
 
+def variables_of(code: types.CodeType) -> frozenset[str]:
+    """`CodeUses.variables` of one function alone."""
+    return frozenset().union(*(_uses_of_code(inner).variables for inner in _with_nested(code)))
+
+
 @_once_for_each  # a model's code is thousands of functions, and taking one apart is slow
 def _uses_of_code(code: types.CodeType) -> CodeUses:
     """What one function does, without those inside it."""

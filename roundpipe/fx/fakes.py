@@ -16,7 +16,7 @@ import logging
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,12 @@ def real_world() -> Iterator[None]:
         yield
 
 
+def unseen() -> AbstractContextManager[None]:
+    """Inside, no mode sees what torch functions are called, attributes of tensors among them."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return guard
+
+
 def is_of_no_world(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data of its own, while what is computed is fake."""
     if is_fake(tensor) or tensor.is_meta or is_transformed(tensor) or tensor.layout is not torch.strided:
@@ -172,6 +178,9 @@ class FakeWorld:
         """Name of a parameter or buffer, real or fake; the first if it has several."""
         self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
         self._make_fakes()
+        parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
+        self.parameter_at = {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
+        """Storage of each fake parameter, and the real one."""
         self.twin, self.name_of_module = make_twin(model, self._fake_of)
         self.real_module = dict(zip(modules_in(self.twin), modules_in(model), strict=True))
         """The user's module of each of the twin's."""
@@ -221,12 +230,6 @@ class FakeWorld:
             return getattr(module, attribute) is self.real[name]
         tensors = module._parameters if attribute in module._parameters else module._buffers
         return tensors.get(attribute) is self.fake(name)
-
-    @functools.cached_property
-    def parameter_at(self) -> dict[int, torch.Tensor]:
-        """Storage of each fake parameter, and the real one."""
-        parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
-        return {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
 
     def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a real tensor, every size a plain number."""

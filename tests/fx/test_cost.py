@@ -193,6 +193,35 @@ def test_no_memory_and_no_trace_is_left_on_the_model() -> None:
     assert torch.equal(rng, torch.get_rng_state())
 
 
+LENGTHS: list[int] = []
+
+
+def test_what_the_code_of_leaves_writes_down_is_taken_back() -> None:
+    class Writes(nn.Module):
+        def __init__(self, parent: list[Any], log: list[int]) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.parent = parent  # the model, which is no submodule in a list
+            self.log = log
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for log in (LENGTHS, self.log, self.parent[0].log):
+                log.append(len(x))
+            return x * self.weight
+
+    parent: list[Any] = []
+    log: list[int] = []
+    model = nn.Sequential(Writes(parent, log), Writes(parent, log), Writes(parent, []))
+    model.log = []  # type: ignore[assignment]
+    parent.append(model)
+    traced = handmade.trace(model, torch.randn(2, 4), leaves=["0", "1", "2"])
+    for written in (LENGTHS, log, model.log, model[2].log):
+        written.clear()  # type: ignore[operator]
+    found = costs_by_name(traced)
+    assert found["_0"].forward_flops == found["_2"].forward_flops and not found["_0"].estimated
+    assert [LENGTHS, log, model.log, model[2].log] == [[], [], [], []]
+
+
 def test_meta_models_are_measured() -> None:
     with torch.device("meta"):
         model = Perceptron(4096)

@@ -90,7 +90,9 @@ class NodeCost:
 
 def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> dict[Node, NodeCost]:
     """The cost of every node but the output, at the example's sizes; seconds are for the profile's device."""
-    with python_restored(traced.model):
+    leaves = [traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "call_module"]
+    inside = {module for leaf in leaves for module in modules_in(leaf)}
+    with python_restored(module for module in modules_in(traced.model) if module not in inside):
         return _CostRun(traced, profile).costs()
 
 
@@ -139,8 +141,10 @@ class _CostRun(GraphInterpreter):
 
     def _read(self, node: Node) -> _Reading:
         weights = _weights_of(self._traced, node)
+        leaf = self._traced.attribute(str(node.target)) if node.op == "call_module" else None
         try:
-            return self._run(node, weights)
+            with python_restored(modules_in(leaf)) if leaf is not None else nullcontext():
+                return self._run(node, weights)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.debug("cost of %s is estimated: %s: %s", node.format_node(), type(error).__name__, error)
             return _Reading(_estimate(node, weights, self._profile))

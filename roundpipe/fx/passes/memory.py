@@ -27,6 +27,7 @@ from roundpipe.core.allocations import Allocations, uncounted
 from roundpipe.core.backward import rooted
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, MakesGlue, Tail
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
@@ -98,7 +99,8 @@ def measure_memory(
     which must be there if it is not the CPU. None if the code of a layer can't run on fakes.
     """
     try:
-        with python_restored(chain, loss and loss.function), failures_unlogged(), torch.random.fork_rng(devices=[]):
+        code = python_restored(modules_in(chain), loss and loss.function)
+        with code, failures_unlogged(), torch.random.fork_rng(devices=[]):
             if tiles != UNTILED:
                 add_tiles(chain, args, kwargs, tiles)
             return _ChainRun(chain, device, tiles).costs(args, kwargs, loss)

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.layers import Carry, LayerChain, is_differentiable
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
@@ -100,7 +101,7 @@ def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
     """What running a module on fakes changes is put back."""
-    with python_restored(module), failures_unlogged(), torch.random.fork_rng(devices=[]), in_tiles(1):
+    with python_restored(modules_in(module)), failures_unlogged(), torch.random.fork_rng(devices=[]), in_tiles(1):
         yield
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.effects.uses import filled_cells, reached_by
@@ -70,7 +71,7 @@ def trace_loss(
         TraceError: it can't be traced, or does more than compute.
     """
     call = LossCall(function, model)
-    with python_restored(call, function), torch.enable_grad():
+    with python_restored(modules_in(call), function), torch.enable_grad():
         traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)

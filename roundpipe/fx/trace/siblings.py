@@ -24,6 +24,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import modules_in, places_in
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
+from roundpipe.fx.fakes import unseen
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
@@ -161,7 +162,8 @@ class SiblingCache:
         None: it needs that, or does not differ; all is taken back then.
         """
         key, own = self._keys(module, args, kwargs)
-        theirs = None if own is None else self._numbered(module_key(other))
+        with unseen():
+            theirs = None if own is None else self._numbered(module_key(other))
         if own is None or theirs is None or own.form != theirs.form:
             return None
         pairs = enumerate(zip(own.values, theirs.values, strict=True))
@@ -191,10 +193,11 @@ class SiblingCache:
 
     def _keys(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ModuleKey | None]:
         """A key equal for calls of one form, and the module's; None for a module that must run by itself."""
-        if module not in self._modules:
-            self._modules[module] = self._numbered(module_key(module))
-        own = self._modules[module]
-        return (None if own is None else (own.form, arguments_key((args, kwargs)), Modes.current())), own
+        with unseen():
+            if module not in self._modules:
+                self._modules[module] = self._numbered(module_key(module))
+            own = self._modules[module]
+            return (None if own is None else (own.form, arguments_key((args, kwargs)), Modes.current())), own
 
 
 def _proven(

@@ -46,7 +46,7 @@ class ShapeVerifier:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
         world = FakeWorld(self.traced.model, arguments, self.dynamic)
         try:
-            with python_restored(self.traced.model), world.entered():
+            with python_restored(modules_in(self.traced.model)), world.entered():
                 problem = _ShapeRun(self, world).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {said(error)}"
