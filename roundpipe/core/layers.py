@@ -14,6 +14,7 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
@@ -79,6 +80,41 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedValue:
+    """A value that goes from one layer to others, which are named by their positions in the chain."""
+
+    maker: int
+    """-1: it is made of the call's arguments."""
+    readers: tuple[int, ...]
+    """Ascending; the number of layers stands for the model's outputs."""
+    num_bytes: int
+    gradient_bytes: int = 0
+    """Of its gradient; 0: it has none."""
+    own_bytes: int = 0
+    """Of memory that no other value has, and that is given back where no graph holds it."""
+    savers: tuple[int, ...] = ()
+    """Its maker and readers whose graphs hold some of it, ascending."""
+
+    @property
+    def last_reader(self) -> int:
+        return self.readers[-1]
+
+    def is_read(self, start: int, stop: int) -> bool:
+        """Whether one of these layers reads it."""
+        position = bisect_left(self.readers, start)
+        return position < len(self.readers) and self.readers[position] < stop
+
+    def scaled(self, factor: float) -> CarriedValue:
+        """The value of a microbatch ``factor`` times as large."""
+        return replace(
+            self,
+            num_bytes=round(self.num_bytes * factor),
+            gradient_bytes=round(self.gradient_bytes * factor),
+            own_bytes=round(self.own_bytes * factor),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """Cost of one layer for one microbatch of the example's size."""
 
@@ -98,14 +134,8 @@ class LayerCost:
     """Largest number of bytes that its forward holds at once without autograd, its inputs not counted."""
     carry_bytes: int = 0
     """Bytes of the values live at the cut behind it."""
-    input_bytes: int = 0
-    """Of the first layer: bytes of the values in front of it; 0: not known, taken to be as many as behind it."""
     label_bytes: int = 0
     """Of the last layer: bytes that come up for the loss behind it."""
-    made_bytes: int = 0
-    """Of `carry_bytes`, those of values that it makes; 0: not known, taken to be all of them."""
-    released_bytes: int = 0
-    """Of `activation_bytes`, results that are gone when its backward runs, as nothing was saved of them."""
     temporary_bytes: int = 0
     """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
     num_tiles: int = 0
@@ -120,6 +150,9 @@ class LayerCost:
     backward_excess_bytes: int = 0
     shared: tuple[SharedWeight, ...] = ()
     """Of its weights, those that other layers of the chain have too."""
+    values: tuple[CarriedValue, ...] = ()
+    """Those that it makes, and of the first layer those in front of it; empty in all layers: they are not known, and
+    each is taken to make what is live behind it."""
 
     @property
     def training_bytes(self) -> int:
@@ -128,7 +161,7 @@ class LayerCost:
 
     def figures(self) -> dict[str, Any]:
         """All that is a number, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "shared"}
+        return {name: value for name, value in asdict(self).items() if name not in ("shared", "values")}
 
     def with_memory_of(self, other: LayerCost) -> LayerCost:
         """The cost with activations, memory in use and values at the cut of another, computed and measured."""
@@ -137,10 +170,7 @@ class LayerCost:
             activation_bytes=other.activation_bytes,
             workspace_bytes=other.workspace_bytes,
             carry_bytes=other.carry_bytes,
-            input_bytes=other.input_bytes,
             label_bytes=other.label_bytes,
-            made_bytes=other.made_bytes,
-            released_bytes=other.released_bytes,
             temporary_bytes=other.temporary_bytes,
             num_tiles=other.num_tiles,
             repeats=other.repeats,
@@ -148,6 +178,7 @@ class LayerCost:
             forward_excess_bytes=other.forward_excess_bytes,
             fused_excess_bytes=other.fused_excess_bytes,
             backward_excess_bytes=other.backward_excess_bytes,
+            values=other.values,
         )
 
     def scaled(self, factor: float) -> LayerCost:
@@ -161,14 +192,12 @@ class LayerCost:
             activation_bytes=round(self.activation_bytes * factor),
             workspace_bytes=round(self.workspace_bytes * factor),
             carry_bytes=round(self.carry_bytes * factor),
-            input_bytes=round(self.input_bytes * factor),
             label_bytes=round(self.label_bytes * factor),
-            made_bytes=round(self.made_bytes * factor),
-            released_bytes=round(self.released_bytes * factor),
             temporary_bytes=round(self.temporary_bytes * factor),
             forward_excess_bytes=round(self.forward_excess_bytes * factor),
             fused_excess_bytes=round(self.fused_excess_bytes * factor),
             backward_excess_bytes=round(self.backward_excess_bytes * factor),
+            values=tuple(value.scaled(factor) for value in self.values),
         )
 
 

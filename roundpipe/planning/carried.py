@@ -11,11 +11,14 @@ brings the next stage's weights, and if they are not there by then, they wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
-from roundpipe.core.layers import LayerCost
+from roundpipe.core.layers import CarriedValue
+from roundpipe.planning.value_lives import Gradients, ValueLives
 
 LARGE_BYTES = 64 * 1024**2
 """Of values of one run that several layers bring up or leave: with more, the worker waits between them."""
@@ -49,77 +52,120 @@ class Carried(NamedTuple):
 class CarriedValues:
     """The carried values of ranges of a chain's layers; if a run ``is_alone``, a visit is one run."""
 
-    def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain, *, is_alone: bool) -> None:
-        self._carry_bytes = [cost.carry_bytes for cost in costs]
-        self._input_bytes = costs[0].input_bytes or costs[0].carry_bytes
-        self._label_bytes = costs[-1].label_bytes
-        self._made_bytes = list(accumulate((cost.made_bytes or cost.carry_bytes for cost in costs), initial=0))
-        self._grain = grain
+    def __init__(self, lives: ValueLives, label_bytes: int, *, is_alone: bool) -> None:
+        self._lives = lives
+        self._label_bytes = label_bytes
         self._is_alone = is_alone
-        layers = range(len(costs))
-        self._ups = list(accumulate((self.before(i) + self.made(i, i + 1) for i in layers), initial=0))
-        self._downs = list(accumulate(map(self.gradients, layers), initial=0))
 
-    def before(self, start: int) -> int:
+    def _taken_bytes(self, start: int, stop: int) -> int:
         """What comes up for a range, but for gradients."""
-        return self._carry_bytes[start - 1] if start else self._input_bytes
+        label_bytes = self._label_bytes if stop == self._lives.num_layers else 0
+        return sum(value.num_bytes for value in self._lives.taken(start, stop)) + label_bytes
 
-    def made(self, start: int, stop: int) -> int:
-        """What a range makes for the layers behind it."""
-        return min(self._carry_bytes[stop - 1], self._made_bytes[stop] - self._made_bytes[start])
+    def _gradient_bytes(self, start: int, stop: int) -> int:
+        """What goes down of a backward."""
+        return sum(value.gradient_bytes for value in self._lives.taken(start, stop))
 
-    def _label(self, stop: int) -> int:
-        """What comes up for the loss, of a range that ends with it."""
-        return self._label_bytes if stop == len(self._carry_bytes) else 0
+    def forward(self, start: int, stop: int, cuts: Sequence[int]) -> Carried:
+        """Values go down that are read behind one of the cuts inside, where backward stages begin, or behind the end.
 
-    def gradients(self, start: int) -> int:
-        """What goes down of a backward: nothing for the model's inputs."""
-        return self.before(start) if start else 0
-
-    def forward(self, start: int, stop: int, cuts: Sequence[int], peak: Callable[[int, int], int]) -> Carried:
-        """Values go down at each of the cuts inside, for backward stages that begin there, and at the end.
-
-        The layers from one to another have a peak of their own, the value that the first reads included.
+        They live until that is done, and those that are read further on anyway.
         """
-        first, leaving, made_since, has_waited = start, 0, start, False
-        parts: list[tuple[int, bool]] = []
-        for cut in (*cuts, stop):
-            behind = min(cut + 1, stop)  # the layer behind the cut reads it, and so counts it
-            if first < behind:
-                parts.append((peak(first, behind) + leaving, has_waited))
-                first = behind
-            num_bytes = self.made(made_since, cut)
-            if leaving and leaving + num_bytes > LARGE_BYTES:
-                leaving, has_waited = 0, True
-            leaving, made_since = leaving + num_bytes, cut
-        found = self._of_runs(self.before(start) + self._label(stop), leaving)
-        present_bytes = max(num_bytes for num_bytes, _ in parts)
-        # what was waited for is gone, and with it all that was held
-        most_bytes = max(num_bytes + (0 if is_over else found.held) for num_bytes, is_over in parts)
+        lives, up_bytes = self._lives, self._taken_bytes(start, stop)
+        if stop == start + 1:
+            return self._of_runs(up_bytes, sum(value.num_bytes for value in lives.given(start, stop)))
+        given = {id(value): value for cut in (*cuts, stop) for value in lives.given(start, cut)}
+        copies, waits = _copied(sorted(given.values(), key=lambda value: value.maker))
+        changes: Counter[int] = Counter()
+        """By layer, how much more is there from it on than values that are read later."""
+        for value in given.values():
+            until = waits.get(value.maker, stop)
+            if value.last_reader >= stop:  # read later, but not here: it is gone once it has gone down
+                inside = bisect_left(value.readers, stop)
+                changes[max(until, value.readers[inside - 1] + 1 if inside else 0)] -= value.num_bytes
+            elif value.last_reader + 1 < until:
+                changes[value.last_reader + 1] += value.num_bytes
+                changes[until] -= value.num_bytes
+        first_wait = min(waits.values(), default=stop)
+        found = self._of_runs(up_bytes, copies, up_bytes + sum(value.num_bytes for value in given.values()))
+        edges = sorted({start, stop, min(first_wait, stop), *(layer for layer in changes if start < layer < stop)})
+        beside_bytes, parts = 0, []
+        for first, last in pairwise(edges):
+            beside_bytes += changes[first]
+            held_bytes = 0 if first >= first_wait else found.held  # what was waited for is gone, and all that was held
+            peak_bytes = lives.forward_peak(start, first, last) + beside_bytes
+            parts.append((peak_bytes, peak_bytes + held_bytes))
+        present_bytes, most_bytes = (max(numbers) for numbers in zip(*parts, strict=True))
         return found._replace(
-            present=found.present + present_bytes - peak(start, stop), held=most_bytes - present_bytes
+            present=up_bytes + present_bytes - lives.forward_peak(start, start, stop),
+            held=most_bytes - present_bytes,
         )
 
     def fused(self, start: int) -> Carried:
-        return self._of_runs(self.before(start) + self._label_bytes, self.gradients(start))
+        stop = self._lives.num_layers
+        return self._of_runs(self._taken_bytes(start, stop), self._gradient_bytes(start, stop))
 
-    def backward(self, start: int, stop: int) -> Carried:
-        if self._grain == "stage":
-            found = self._of_runs(self.before(start) + self.made(start, stop), self.gradients(start))
-            return found._replace(present=self.before(start))  # the gradient is counted with the last layer
-        # layers take and leave values one by one, and those of the ones behind are still there
-        up, down = (total[stop] - total[start] for total in (self._ups, self._downs))
-        if up > LARGE_BYTES:  # then the worker has waited for some
-            share = (LARGE_BYTES + up // (stop - start)) / up
-            up, down = round(up * min(share, 1.0)), round(down * min(share, 1.0))
-        found = self._of_runs(up, down)
-        before_bytes = max(map(self.before, range(start, stop)))
-        return found._replace(present=before_bytes + (up + down) * (stop - start - 1) // (stop - start))
+    def backward(self, start: int, stop: int, incoming: Gradients) -> Carried:
+        """Of layers that are recomputed together; gradients that come up are counted with them."""
+        up_bytes = self._taken_bytes(start, stop)
+        found = self._of_runs(up_bytes + incoming.up, self._gradient_bytes(start, stop))
+        return found._replace(present=up_bytes)
 
-    def _of_runs(self, up_bytes: int, down_bytes: int) -> Carried:
-        """Of runs that have so much on the device when they end."""
+    def by_layer(self, start: int, stop: int, fused_start: int, needs: Sequence[int]) -> Carried:
+        """Of a backward whose layers are recomputed one by one, and that need so much.
+
+        Each takes and leaves values by itself, and those of the layers behind it are still there, unless they are so
+        many that the worker has waited. What several take comes up once.
+        """
+        lives, cuts = self._lives, range(stop, fused_start + 1)
+        up = down = since_wait = since_part = run_bytes = shared = 0
+        seen: set[int] = set()
+        parts: list[tuple[int, bool]] = []
+        has_waited = False
+        for layer in reversed(range(start, stop)):
+            if not lives.runs_backward(layer, layer + 1):
+                continue
+            since_wait, since_part = since_wait + since_part, 0
+            if since_wait > LARGE_BYTES:
+                up, down, since_wait, has_waited = shared, 0, 0, True
+            for value in lives.reads(layer):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    since_part += value.num_bytes
+                    shared += value.num_bytes if value.is_read(start, layer) else 0
+            incoming = lives.incoming(layer, layer + 1, (*range(layer + 1, stop), *cuts))
+            since_part += incoming.up
+            up, run_bytes = up + since_part, run_bytes + since_part
+            parts.append((needs[layer] + up + down + incoming.sums - incoming.last, has_waited))
+            left_bytes = self._gradient_bytes(layer, layer + 1)
+            down, run_bytes = down + left_bytes, run_bytes + left_bytes
+        if not parts:
+            return Carried(0, 0, 0)
+        found = self._of_runs(up, down, run_bytes)
+        present_bytes = max(num_bytes for num_bytes, _ in parts)
+        most_bytes = max(num_bytes + (0 if is_over else found.held) for num_bytes, is_over in parts)
+        return found._replace(present=present_bytes - max(needs[start:stop]), held=most_bytes - present_bytes)
+
+    def _of_runs(self, up_bytes: int, down_bytes: int, run_bytes: int | None = None) -> Carried:
+        """Of runs that have so much on the device when they end, of all that came and went."""
         if self._is_alone:  # the device is done with it; what goes down may still do so in the next visit
             return Carried(up_bytes, 0, down_bytes)
-        run_bytes = up_bytes + down_bytes
-        held_bytes = run_bytes if run_bytes <= SMALL_BYTES else num_ahead(run_bytes) * run_bytes
+        left_bytes = up_bytes + down_bytes
+        run_bytes = left_bytes if run_bytes is None else run_bytes
+        held_bytes = left_bytes if run_bytes <= SMALL_BYTES else num_ahead(run_bytes) * left_bytes
         return Carried(up_bytes, held_bytes, held_bytes)
+
+
+def _copied(given: Sequence[CarriedValue]) -> tuple[int, dict[int, int]]:
+    """What of values that a forward gives is still on its way down at the end.
+
+    And by layer whose values were waited for, the one that began behind the wait.
+    """
+    pending: list[tuple[int, int]] = []
+    waits: dict[int, int] = {}
+    for maker, values in groupby(given, key=lambda value: value.maker):
+        pending.append((maker, sum(value.num_bytes for value in values)))
+        if len(pending) > 1 and sum(num_bytes for _, num_bytes in pending) > LARGE_BYTES:
+            waits.update((earlier, maker + 1) for earlier, _ in pending[:-1])
+            del pending[:-1]
+    return sum(num_bytes for _, num_bytes in pending), waits

@@ -141,7 +141,8 @@ class Search:
             stages = [self.costs.forward(start, stop, cuts) for start, stop in pairwise(forward)]
             self._forward = forward, cuts, stages
         if self._backward[0] is not backward:
-            self._backward = backward, [*map(self.costs.backward, backward, backward[1:])][::-1]
+            stages = [self.costs.backward(start, stop, cuts) for start, stop in pairwise(backward)]
+            self._backward = backward, stages[::-1]
         return [*self._forward[2], self.costs.fused(forward[-1], self.num_layers), *self._backward[1]]
 
     def lower_bound_s(self, candidate: Candidate, stages: list[StageCost]) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, repeat
 from operator import add
 from typing import Literal, NamedTuple
@@ -15,8 +14,10 @@ from typing import Literal, NamedTuple
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule
+from roundpipe.planning.backward_peaks import BackwardPeaks, RangeMaximum
 from roundpipe.planning.carried import Carried, CarriedValues, RecomputeGrain
 from roundpipe.planning.step_times import step_seconds
+from roundpipe.planning.value_lives import ValueLives
 from roundpipe.reports.memory import DeviceMemory
 
 StagePhase = Literal["F", "U", "B"]
@@ -67,22 +68,10 @@ class StageCosts:
         self.backward_s = list(accumulate((cost.backward_s for cost in costs), initial=0.0))
         self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
         self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
-        self._values = CarriedValues(costs, grain, is_alone=is_alone)
-        self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
-        kept = (cost.activation_bytes - cost.released_bytes for cost in costs)
-        self._kept_bytes = list(accumulate(kept, initial=0))
-        self._missing_bytes = self._gradient_bytes if is_alone else [0] * len(self._gradient_bytes)
-        """Of gradients of all layers in front of one, which the only run of a visit does not have yet: they come once
-        the layers behind them are done. Further runs find those of the run before."""
-        needs = [cost.training_bytes - missing for cost, missing in zip(costs, self._missing_bytes, strict=False)]
-        self._layer_peaks = _RangeMaximum(needs)
-        self._peaks = _RangeMaximum([*map(add, self._kept_bytes, needs)])
-        """What all layers before one keep, and what that one needs."""
-        self._forward_peaks = _RangeMaximum(
-            [cost.workspace_bytes + self._values.before(index) for index, cost in enumerate(costs)]
-        )
-        """What a layer holds without autograd, and the values that are live when it begins."""
-        self._maxima: dict[str, _RangeMaximum] = {}
+        self._lives = ValueLives(costs)
+        self._values = CarriedValues(self._lives, costs[-1].label_bytes, is_alone=is_alone)
+        self._backward = BackwardPeaks(costs, self._lives, is_alone=is_alone)
+        self._maxima: dict[str, RangeMaximum] = {}
         self._known: dict[tuple[str, int, int, tuple[int, ...]], StageCost] = {}
 
     def weight_bytes(self, start: int, stop: int) -> int:
@@ -100,68 +89,67 @@ class StageCosts:
         cost_of = {"F": self.forward, "U": self.fused, "B": self.backward}[phase]
         return cost_of(start, stop).working_bytes
 
-    def _layers_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+    def _layers_bytes(self, phase: StagePhase, start: int, stop: int, cuts: Sequence[int]) -> int:
         """What the layers keep and need, less those gradients of their own that are not there by then."""
         if phase == "F":
-            return self._forward_peak(start, start, stop)
-        if phase == "B" and self.grain == "layer":
-            return self._layer_peaks.of(start, stop) + self._missing_bytes[start]
-        peak_bytes = self._peaks.of(start, stop) - self._kept_bytes[start] + self._missing_bytes[start]
+            return self._lives.forward_peak(start, start, stop)
         if phase == "U":
-            return peak_bytes
-        # recomputation ends with all results there, and the gradients of what the range makes come up
-        results_bytes = self._activation_bytes[stop] - self._activation_bytes[start] + self._values.made(start, stop)
-        return max(peak_bytes, results_bytes - (self._missing_bytes[stop] - self._missing_bytes[start]))
-
-    def _forward_peak(self, stage_start: int, start: int, stop: int) -> int:
-        """Of layers without autograd; what comes up for the first one of a stage is counted by itself."""
-        if start > stage_start:
-            return self._forward_peaks.of(start, stop)
-        rest = self._forward_peaks.of(start + 1, stop) if start + 1 < stop else 0
-        return max(self.layers[start].workspace_bytes, rest)
+            return self._backward.fused(start)
+        if not self._lives.runs_backward(start, stop):
+            return 0
+        if self.grain == "layer":
+            return self._backward.largest(start, stop)
+        return self._backward.recomputed(start, stop, self._lives.incoming(start, stop, cuts))
 
     def _carried(self, phase: StagePhase, start: int, stop: int, cuts: Sequence[int]) -> Carried:
         if phase == "U":
             return self._values.fused(start)
-        if phase == "B":
-            return self._values.backward(start, stop)
-        cuts = cuts if self.grain == "stage" else range(start + 1, stop)
-        return self._values.forward(start, stop, cuts, partial(self._forward_peak, start))
+        if phase == "F":
+            return self._values.forward(start, stop, cuts if self.grain == "stage" else range(start + 1, stop))
+        if not self._lives.runs_backward(start, stop):
+            return Carried(0, 0, 0)
+        if self.grain == "stage":
+            return self._values.backward(start, stop, self._lives.incoming(start, stop, cuts))
+        return self._values.by_layer(start, stop, cuts[-1] if cuts else stop, self._backward.needs)
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""
         maximum = self._maxima.get(name)
         if maximum is None:
-            maximum = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
+            maximum = self._maxima[name] = RangeMaximum([getattr(layer, name) for layer in self.layers])
         return maximum.of(start, stop)
 
     def of_jobs(self, schedule: Schedule) -> list[StageCost]:
         """Of a schedule's jobs, in order."""
-        cuts = sorted({job.start for job in schedule.jobs if job.phase is Phase.BACKWARD})
-        others = {Phase.FUSED: self.fused, Phase.BACKWARD: self.backward}
-        return [
-            self.forward(job.start, job.stop, cuts)
-            if job.phase is Phase.FORWARD
-            else others[job.phase](job.start, job.stop)
-            for job in schedule.jobs
-        ]
+        cuts = sorted({job.start for job in schedule.jobs if job.phase is not Phase.FORWARD})
+        cost_of = {Phase.FORWARD: self.forward, Phase.FUSED: self.fused, Phase.BACKWARD: self.backward}
+        return [cost_of[job.phase](job.start, job.stop, cuts) for job in schedule.jobs]
 
     def forward(self, start: int, stop: int, cuts: Sequence[int] = ()) -> StageCost:
         """Of a forward stage; the cuts are where backward stages begin, ascending."""
         inside = tuple(cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)])
         return self._known.get(("F", start, stop, inside)) or self._compute("F", start, stop, inside)
 
-    def fused(self, start: int, stop: int) -> StageCost:
+    def fused(self, start: int, stop: int, cuts: Sequence[int] = ()) -> StageCost:
+        """Of the fused stage, wherever others begin."""
         return self._known.get(("U", start, stop, ())) or self._compute("U", start, stop)
 
-    def backward(self, start: int, stop: int) -> StageCost:
-        return self._known.get(("B", start, stop, ())) or self._compute("B", start, stop)
+    def backward(self, start: int, stop: int, cuts: Sequence[int] = ()) -> StageCost:
+        """Of a backward stage; the cuts are where others and the fused one begin, ascending; none: all are one."""
+        behind = self._behind(start, stop, cuts)
+        return self._known.get(("B", start, stop, behind)) or self._compute("B", start, stop, behind)
+
+    def _behind(self, start: int, stop: int, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Those cuts behind a backward stage that matter to it."""
+        if self.grain == "layer":
+            return tuple(cuts[-1:])
+        return self._lives.telling_cuts(start, stop, cuts)
 
     def _compute(self, phase: StagePhase, start: int, stop: int, cuts: tuple[int, ...] = ()) -> StageCost:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
         carried, excess_bytes = self._carried(phase, start, stop, cuts), self.excess_bytes(phase, start, stop)
-        layers_bytes = self._layers_bytes(phase, start, stop)
+        layers_bytes = self._layers_bytes(phase, start, stop, cuts)
         cost = self._known[phase, start, stop, cuts] = StageCost(
             seconds=forward_s + backward_s,
             early_s=forward_s if phase == "B" else 0.0,
@@ -172,23 +160,6 @@ class StageCosts:
             carried=carried,
         )
         return cost
-
-
-class _RangeMaximum:
-    """The largest of any run of numbers, without looking at them all: the maxima of runs of 1, 2, 4, .. are kept."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._runs = [list(numbers)]
-        length = 1
-        while 2 * length <= len(numbers):
-            shorter = self._runs[-1]
-            self._runs.append(list(map(max, shorter, shorter[length:])))
-            length *= 2
-
-    def of(self, start: int, stop: int) -> int:
-        level = (stop - start).bit_length() - 1
-        run = self._runs[level]
-        return max(run[start], run[stop - (1 << level)])
 
 
 def largest_layer_bytes(budget_bytes: int) -> int:
@@ -259,11 +230,11 @@ def training_stages(plan: ExecutePlan, costs: StageCosts) -> list[StageCost]:
     plan.validate(len(costs.layers))
     if plan.fused is None:
         raise ConfigError("the plan has no fused range: only plans that train in one call have a round")
-    cuts = [start for start, _ in reversed(plan.backward)]
+    cuts = [*(start for start, _ in reversed(plan.backward)), plan.fused[0]]
     return [
         *(costs.forward(*layers, cuts) for layers in plan.forward),
         costs.fused(*plan.fused),
-        *(costs.backward(*layers) for layers in plan.backward),
+        *(costs.backward(*layers, cuts) for layers in plan.backward),
     ]
 
 

@@ -310,7 +310,7 @@ class _JointWeight:
         return float(self._weights[kwargs.pop(VARIANT)](args, kwargs))
 
 
-_COSTS = tuple(field.name for field in fields(LayerCost) if field.name != "shared")
+_COSTS = tuple(field.name for field in fields(LayerCost) if field.name not in ("shared", "values"))
 
 
 def _sum(costs: Sequence[LayerCost]) -> LayerCost:
@@ -318,9 +318,7 @@ def _sum(costs: Sequence[LayerCost]) -> LayerCost:
     total = LayerCost(**{name: sum(getattr(cost, name) for cost in costs) for name in _COSTS})
     last = costs[-1]
     repeats, num_tiles = any(cost.repeats for cost in costs), max(cost.num_tiles for cost in costs)
-    made_bytes = min(total.made_bytes, last.carry_bytes)
-    total = replace(total, carry_bytes=last.carry_bytes, made_bytes=made_bytes)
-    return replace(total, num_tiles=num_tiles, repeats=repeats, has_loss=last.has_loss)
+    return replace(total, carry_bytes=last.carry_bytes, num_tiles=num_tiles, repeats=repeats, has_loss=last.has_loss)
 
 
 def _merged_spec(chain: LayerChain, positions: range) -> LayerSpec:

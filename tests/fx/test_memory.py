@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations, uncounted
 from roundpipe.core.backward import backward_from
-from roundpipe.core.layers import LayerChain
+from roundpipe.core.layers import CarriedValue, LayerChain
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.passes.memory import Loss, measure_memory
@@ -201,7 +201,11 @@ def test_results_that_nothing_is_saved_of_are_known():
     example = torch.randn(4, 16, 8)
     costs = measure_memory(traced(Masked(), example), (example,), {})
     assert costs is not None, "also beside glue"
-    assert all(cost.released_bytes == example.nbytes <= cost.made_bytes for cost in costs)
-    assert costs[0].input_bytes == example.nbytes
+    made = [[value for value in cost.values if value.maker == index] for index, cost in enumerate(costs)]
+    assert all(any(value.own_bytes == example.nbytes and not value.savers for value in values) for values in made)
+    inputs = [value for value in costs[0].values if value.maker < 0]
+    assert sum(value.num_bytes for value in inputs) == example.nbytes and not any(v.gradient_bytes for v in inputs)
     saving = measure_memory(layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), (example,), {})
-    assert [cost.released_bytes for cost in saving] == [0, example.nbytes], "a linear layer saves what it reads"
+    sizes = example.nbytes, example.nbytes, example.nbytes
+    first, last = CarriedValue(0, (1,), *sizes, savers=(1,)), CarriedValue(1, (2,), *sizes)
+    assert [cost.values[-1] for cost in saving] == [first, last], "a linear layer saves what it reads"

@@ -21,6 +21,7 @@ from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.device.cpu import CpuBackend, CpuEvent
 from roundpipe.runtime.engine import cost_model, pace
 from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
+from tests.repeats import repeats
 
 ROWS, WIDTH, NUM_MICROBATCHES = 64, 32, 4
 VALUE = ROWS * WIDTH * 4
@@ -243,3 +244,53 @@ def test_layers_recomputed_one_by_one_take_no_more_than_is_predicted(
         monkeypatch.setattr(module, "LARGE_BYTES", most_values * VALUE)
     train(COARSE, saves=True, grain="layer")
     assert all(-3.0 <= number <= 0 for number in missing_values(visits[0]))
+
+
+class Skips(nn.Module):
+    """Each level's value is read again at the other end, and the first one by all layers behind the turn."""
+
+    def __init__(self, num_levels: int = 3, num_frozen: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.ModuleList(Part() for _ in range(num_levels))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(num_levels))
+        self.after = nn.ModuleList(Part() for _ in range(num_levels))
+        for module in (self.first, *self.down)[:num_frozen]:
+            module.requires_grad_(False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        first, kept = self.first(value), []
+        value = first
+        for part in self.down:
+            value = part(value)
+            kept.append(value)
+        for up, part in zip(self.up, self.after, strict=True):
+            value = part(up(torch.cat([value, kept.pop()], -1))) * first
+        return value
+
+
+@pytest.mark.parametrize(
+    "num_frozen, num_workers, grain",
+    repeats(itertools.product((0, 3), (1, 2, 3), ("stage", "layer")), ("0-1-stage", "0-2-layer", "3-3-stage")),
+)
+@pytest.mark.parametrize("edges", [([*range(6)], [0, 3, 5]), ([0, 5], [*range(6)]), ([0, 2, 3], [0, 1, 3])])
+def test_skip_connections_count_where_they_are_taken(
+    visits: list[list[MeasuredVisit]], edges: tuple[list[int], list[int]], num_frozen: int, num_workers: int, grain: Any
+) -> None:
+    forward, backward = ([*itertools.pairwise(each)] for each in edges)
+    batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH)
+    devices = [Device("cpu", 10**9)] * num_workers
+    with roundpipe.compile(Skips(num_frozen=num_frozen), example_args=(batch[:ROWS],), devices=devices) as pipe:
+        num_layers = len(pipe._runner.source.latest)  # a plan needs the number
+        plan = ExecutePlan(forward, (forward[-1][1], num_layers), backward[::-1])
+        run = RoundPipeRunConfig(
+            num_microbatch=NUM_MICROBATCHES, recompute_grain=grain, execute_plan=plan, tiles="off", residency="off"
+        )
+        for _ in range(2):
+            pipe.forward_backward((batch,), label=batch.clone(), loss_fn=nn.functional.mse_loss, run_config=run)
+            pipe.synchronize()
+        pipe.report()
+    off = {(visit.phase, visit.layers): round(-visit.missing_bytes / visit.measured_bytes, 4) for visit in visits[0]}
+    # a backward may find values of the visit before in its first run, and gradients of its weights from then on
+    most = {"F": 0.0, "U": 0.02, "B": 0.08}
+    assert all(0.0 <= share <= most[phase] for (phase, _), share in off.items()), off

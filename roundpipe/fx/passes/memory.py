@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -25,7 +25,16 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations, uncounted
 from roundpipe.core.backward import rooted
-from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, MakesGlue, Tail
+from roundpipe.core.layers import (
+    EXECUTION_DEVICE,
+    CarriedValue,
+    Carry,
+    LayerChain,
+    LayerCost,
+    LayerSpec,
+    MakesGlue,
+    Tail,
+)
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
@@ -129,7 +138,8 @@ class _ChainRun:
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
         costs: list[LayerCost] = []
         runs: list[tuple[Sequence[str], Sequence[str], _Saves]] = []
-        input_bytes = _bytes_of(carry)
+        values = {name: (-1, value) for name, value in carry.items()}
+        last_reads: Sequence[str] = chain.exit.reads
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
             number = self._tiles.of(index, len(chain))
             with in_tiles(number, most=_RUN_TILES, at_once=self._tiles.at_once) as ran:
@@ -137,20 +147,22 @@ class _ChainRun:
                 if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
                     costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry), has_loss=True), to_loss))
                     runs.append((tuple(carry), (), to_loss.saves))
+                    last_reads = ()
                     break
                 reads = self._given(layer, spec, {name: carry[name] for name in spec.reads})
                 memory, results = self._layer(layer, spec, reads, ran)
             runs.append((tuple(reads), spec.makes, memory.saves))
             carry = {name: value for name, value in (carry | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = _bytes_of(carry)
-            cost = replace(cost, made_bytes=_bytes_of({name: carry[name] for name in spec.makes if name in carry}))
+            values.update((name, (index, carry[name])) for name in spec.makes if name in carry)
             if loss is not None and index == len(chain) - 1:
                 memory, cost = _with_guessed_loss(memory, carry_bytes), replace(cost, has_loss=True)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
-        costs = [replace(cost, released_bytes=each) for cost, each in zip(costs, _released(runs), strict=True)]
+        carried = _carried(runs, values, last_reads)
+        costs = [replace(cost, values=each) for cost, each in zip(costs, carried, strict=True)]
         if loss is not None:
             costs[-1] = replace(costs[-1], label_bytes=_bytes_of({"label": loss.label}))
-        return [self._with_glue(cost) for cost in (replace(costs[0], input_bytes=input_bytes), *costs[1:])]
+        return [*map(self._with_glue, costs)]
 
     def _given(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> Carry:
         """What a layer reads, with the glue that it is given: it is made once for all layers."""
@@ -307,18 +319,45 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
     return list({(storage := tensor.untyped_storage())._cdata: storage for tensor in tensors}.values())
 
 
-def _released(runs: Sequence[tuple[Sequence[str], Sequence[str], _Saves]]) -> list[int]:
-    """Bytes of each run's results that no graph holds; of each run what it reads and makes, by name."""
-    saved = {
-        name
-        for reads, makes, saves in runs
-        for name, is_saved in (*zip(reads, saves.reads, strict=True), *zip(makes, saves.made, strict=False))
-        if is_saved
-    }
-    return [
-        sum(own for name, own in zip(makes, saves.own_bytes, strict=False) if name not in saved)
-        for _, makes, saves in runs
-    ]
+def _carried(
+    runs: Sequence[tuple[Sequence[str], Sequence[str], _Saves]],
+    values: Mapping[str, tuple[int, Any]],
+    last_reads: Sequence[str],
+) -> list[tuple[CarriedValue, ...]]:
+    """Per run, the values that it makes and others read.
+
+    Args:
+        runs: of each what it reads and makes, by name, and what its graph holds of these.
+        values: by name, with the run that makes it; those in front of the first one have -1.
+        last_reads: what is read behind the last run.
+    """
+    readers: defaultdict[str, list[int]] = defaultdict(list)
+    savers: defaultdict[str, list[int]] = defaultdict(list)
+    own_bytes: dict[str, int] = {}
+    for index, (reads, makes, saves) in enumerate(runs):
+        for name, is_saved in (*zip(reads, saves.reads, strict=True), *zip(makes, saves.made, strict=False)):
+            if is_saved:
+                savers[name].append(index)
+        for name in reads:
+            readers[name].append(index)
+        own_bytes.update(zip(makes, saves.own_bytes, strict=False))
+    for name in last_reads:
+        readers[name].append(len(runs))
+    found: list[list[CarriedValue]] = [[] for _ in runs]
+    for name, (maker, value) in values.items():
+        if readers[name]:
+            flowing = [tensor for tensor in trees.tensors(value) if tensor.requires_grad]
+            found[max(maker, 0)].append(
+                CarriedValue(
+                    maker,
+                    tuple(readers[name]),
+                    _bytes_of({name: value}),
+                    _bytes_of({name: flowing}),
+                    own_bytes.get(name, 0),
+                    tuple(savers[name]),
+                )
+            )
+    return [*map(tuple, found)]
 
 
 def _forward(layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:
