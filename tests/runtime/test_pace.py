@@ -149,6 +149,27 @@ def test_gradients_of_weights_are_held_while_the_next_visit_gets_its_own(num_run
         leaving.add(device.record(None), "gradients")
 
 
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 5])
+def test_what_a_late_thread_was_to_let_go_of_is_held_as_without_it(num_runs: int) -> None:
+    """A step after idleness has the gradients of one visit beside its own, as one that follows at once."""
+    leaving, device = InFlight(), SlowDevice(is_slow=False)
+    pace = Pace(device, InFlight(), leaving)  # type: ignore[arg-type]
+    for _ in range(3):
+        rest = pace.leave()  # which nobody waits for
+        pace.begin_step()
+        assert not any(rest)
+        for _ in range(2):
+            pace.begin_visit()
+            for run in range(num_runs):
+                pace.begin_run(num_runs)
+                assert len(leaving) <= 1, run
+            leaving.add(device.record(None), "gradients")
+    pace.leave()
+    assert pace.has_left
+    pace.let_go()
+    assert not pace.has_left
+
+
 def test_an_abandoned_run_leaves_nothing() -> None:
     runs = Run()
     runs.run(num_parts=3, num_bytes=LARGE_BYTES, num_microbatches=1)

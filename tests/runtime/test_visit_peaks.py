@@ -179,6 +179,30 @@ def test_what_is_on_its_way_counts_from_the_start(overlaps: bool) -> None:
     assert StageCosts(costs).forward(0, 1).excess_bytes == 0
 
 
+@pytest.mark.parametrize("speeds", [(None,), (1e6, 1e7, 1e9)])
+def test_what_leaves_takes_the_same_however_fast_it_does(
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float | None, ...]
+) -> None:
+    """A visit finds the gradients of the one before, and values by a link: plans do not learn that they are gone."""
+    found: list[list[MeasuredVisit]] = []
+    monkeypatch.setattr(cost_model, "MEASURED_PEAKS", 1000)
+    monkeypatch.setattr(VisitPeaks, "correct", lambda peaks: found.append(peaks.compared()))
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    batch = torch.randn(4 * 8, 64)
+    plan = ExecutePlan([(0, 2), (2, 3)], (3, 4), [(2, 3), (1, 2), (0, 1)])
+    run = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan, tiles="off", residency="off")
+    for speed in speeds:
+        device = Device("cpu", 10**9, upload_bytes_per_s=speed, download_bytes_per_s=speed)
+        with roundpipe.compile(model, example_args=(batch[:8],), devices=[device]) as pipe:
+            for _ in range(3):
+                pipe.forward_backward((batch,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=run)
+            pipe.synchronize()
+            pipe.report()
+    assert len(found) == 3 * len(speeds)
+    assert len({tuple(visit.measured_bytes for visit in visits[1:]) for visits in found}) == 1
+    assert all(visit.missing_bytes <= 0 for visits in found for visit in visits)
+
+
 def test_what_others_take_between_calls_counts(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Another process takes and gives back memory of the device: plans follow, and no step runs out of it."""
     others_bytes = 0

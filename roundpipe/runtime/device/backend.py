@@ -202,6 +202,11 @@ class Backend(ABC):
 
     # Copies
 
+    @property
+    def downloads_lag(self) -> bool:
+        """Whether a `download` may return before its copy is done."""
+        return True
+
     @abstractmethod
     def upload(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD

@@ -150,6 +150,10 @@ class CpuBackend(Backend):
 
     # Copies
 
+    @property
+    def downloads_lag(self) -> bool:
+        return self._speeds[Lane.DOWNLOAD] is not None
+
     def upload(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
     ) -> torch.Tensor:

@@ -5,7 +5,8 @@ The further behind the device is, the more memory that takes, so a worker waits 
 one where values are large (`roundpipe.planning.carried.num_ahead`), and between the parts of one run.
 
 Invariant: a microbatch's values live for as many microbatches as the device may be behind, however fast it is, so that
-a visit always takes the same memory, which is what plans count with.
+a visit always takes the same memory, which is what plans count with. A CPU worker is not behind, but a link of its
+own is: what goes down by it lives through the next run, and gradients of weights as long as everywhere.
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ class InFlight:
         rest._entries, self._entries = self._entries, rest._entries
         return rest
 
+    def take_back(self, rest: InFlight) -> None:
+        """Hold again what another thread has not let go of."""
+        entries, rest._entries = rest._entries, deque()
+        with contextlib.suppress(IndexError):  # it may be about to let go of one more
+            while entries:
+                self._entries.appendleft(entries.pop())
+
     def clear(self) -> None:
         """Let go of all at once; the device must be done."""
         self._entries.clear()
@@ -80,15 +88,15 @@ class InFlight:
 
 
 class Pace:
-    """Keeps a worker from giving its device too much at once; on the CPU, what is given is done."""
+    """Keeps a worker from giving its device too much at once; on the CPU, what is given is done, but for copies."""
 
     def __init__(self, backend: Backend, in_flight: InFlight, leaving: InFlight) -> None:
         self._backend = backend
         self._in_flight = in_flight
         self._leaving = leaving
         """Gradients of weights. Their runs are halves of visits: the first two microbatches of one, and its others."""
-        self._left: list[InFlight] = []
-        """What another thread lets go of, as the worker had no next step."""
+        self._left: list[tuple[InFlight, InFlight]] = []
+        """What another thread lets go of, as the worker had no next step, and where it was taken from."""
         self._num_runs = 0
         """Of the present visit, those that were begun."""
         self._ahead = 0
@@ -100,6 +108,12 @@ class Pace:
         """What has come up for the present run, where that is known, and gone down."""
         self._copies: deque[tuple[Event, int]] = deque()
         """After what went down behind the latest layers of the present run, and its bytes."""
+
+    def begin_step(self) -> None:
+        """What another thread was to let go of is held as if the worker had not been idle: that thread may be late."""
+        for held, rest in self._left:
+            held.take_back(rest)
+        self._left.clear()
 
     def begin_visit(self) -> None:
         """The next run is the first one of a visit."""
@@ -116,10 +130,11 @@ class Pace:
             self._issued.popleft()[0].synchronize()
         self._copies.clear()
         self._in_flight.num_runs += 1
-        if self.has_lanes:
-            self._in_flight.held_runs, self._leaving.held_runs = ahead + 1, 2
+        self._leaving.held_runs = 2
+        if self.has_lanes or self._backend.downloads_lag:
+            self._in_flight.held_runs = ahead + 1 if self.has_lanes else 2  # plans count those of one run at least
             # copies are late where others have the link: what piled up behind them would be in no plan
-            self._in_flight.wait_for(self._in_flight.num_runs - max(ahead + 1, 2))
+            self._in_flight.wait_for(self._in_flight.num_runs - max(self._in_flight.held_runs, 2))
         self._in_flight.release()
         self._leaving.num_runs += self._num_runs in (0, 2)
         self._num_runs += 1
@@ -167,19 +182,18 @@ class Pace:
 
     def leave(self) -> list[InFlight]:
         """What the steps so far have left on the device, for another thread to wait for."""
-        self._left = [rest for rest in self._left if rest]
-        taken = [rest.take() for rest in (self._in_flight, self._leaving) if rest]
+        taken = [(held, held.take()) for held in (self._in_flight, self._leaving) if held]
         self._left += taken
-        return taken
+        return [rest for _, rest in taken]
 
     @property
     def has_left(self) -> bool:
         """Whether steps have left anything on the device that is still there."""
-        return any((self._in_flight, self._leaving, *self._left))
+        return any((self._in_flight, self._leaving, *(rest for _, rest in self._left)))
 
     def let_go(self) -> None:
         """Let go of all that steps have left; the device must be done."""
-        for rest in (self._in_flight, self._leaving, *self._left):
+        for rest in (self._in_flight, self._leaving, *(rest for _, rest in self._left)):
             rest.clear()
 
     def abandon(self) -> None:
@@ -194,7 +208,7 @@ class Pace:
     @property
     def has_rest(self) -> bool:
         """Whether what earlier visits left is held."""
-        return self.has_lanes and bool(self._in_flight or self._leaving)
+        return bool(self._in_flight or self._leaving)
 
     @property
     def is_filled(self) -> bool:

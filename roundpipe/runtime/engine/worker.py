@@ -173,6 +173,7 @@ class Worker:
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
+            self.pace.begin_step()
             if self._was_idle and not (self.pace.has_left or self._home.is_bringing):
                 self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
