@@ -2,6 +2,7 @@
 
 from roundpipe.runtime.engine import full_plans
 from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, optimizer_of
 from tests.runtime.models import batch, square_loss
 from tests.runtime.test_some_layers_stay import eight_layers, number_there
@@ -33,3 +34,28 @@ def test_fewer_layers_are_looked_at_until_that_is_slower(monkeypatch):
         assert number_there(piped) == 2 * looked_at[1] and len(looked_at) == 4
     there = [is_measured for is_there, is_measured in measured if is_there]
     assert sum(there[:6]) >= 4, "steps are measured in a row again once weights live there"
+
+
+def test_plans_that_are_not_used_are_not_looked_at_again(monkeypatch):
+    """While weights live on the device, stages to stream them by would hold up the caller for nothing."""
+    looked_at = []
+    # not every look finds another plan, which alone would show
+    replanned = PlanChooser._replanned
+
+    def look(self, *given):
+        looked_at.append(number_there(piped))
+        return replanned(self, *given)
+
+    # as above
+    monkeypatch.setattr(PlanChooser, "_replanned", look)
+    for residency in ("full", "off"):
+        looked_at.clear()
+        _, piped = eight_layers(residency)
+        with piped:
+            step_fn = optimizer_of(piped, OPTIMIZERS["AdamW"]).step
+            for step in range(10):
+                piped.forward_backward((batch(4, width=WIDTH, seed=step),), loss_fn=square_loss)
+                piped.step(step_fn, is_async=False)
+            assert bool(number_there(piped)) is (residency == "full")
+        assert not any(looked_at)
+        assert residency == "full" or looked_at

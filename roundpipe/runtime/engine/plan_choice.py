@@ -113,7 +113,7 @@ class PlanChooser:
         if (kept := record.plans.get(key)) is None:
             plan, call.tiles = choose_with_tiles(self, call)
             kept = record.plans[key] = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
-        elif self._may_replan:
+        elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
             if self._has_other_updates(call, kept) or num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
@@ -124,6 +124,11 @@ class PlanChooser:
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def _is_unused(self, call: Call, kept: KeptPlan) -> bool:
+        """Whether a call has a plan with weights on the device instead: another look would only hold the caller up."""
+        call.tiles = kept.tiles
+        return self.full.wants(call) and self.full.has_plan(call)
 
     def _has_other_updates(self, call: Call, kept: KeptPlan) -> bool:
         """Whether updates turn out to take a lot more or less than a plan was chosen by; told a few times."""
