@@ -37,6 +37,7 @@ def predict(
     host_bytes_per_s: float,
     update_bytes_per_s: float,
     conversion_bytes_per_s: float,
+    visit_s: float = 0.0,
 ) -> dict[str, Any]:
     """Seconds and bytes of a step; what of trained weights may stay on a device is not known to it."""
     source = row.source(small)
@@ -51,8 +52,15 @@ def predict(
     device = find_device(card)
     if row.cap != "all":
         device = replace(device, memory_bytes=min(device.memory_bytes, int(float(row.cap) * 1e9)))
-    rates = {"update_bytes_per_s": update_bytes_per_s, "conversion_bytes_per_s": conversion_bytes_per_s}
-    machine = Machine(device, row.cards, EFFICIENCY, host_bytes_per_s, **rates)  # type: ignore[arg-type]
+    machine = Machine(
+        device,
+        row.cards,
+        EFFICIENCY,
+        host_bytes_per_s,
+        update_bytes_per_s=update_bytes_per_s,
+        conversion_bytes_per_s=conversion_bytes_per_s,
+        visit_s=visit_s,
+    )
     training = Training(row.num_microbatches * row.samples, row.num_microbatches)
     target = Target(row.name, model.train(), kwargs_for, None, row.length, has_loss=True)
     found = forecast_at(Layers.of(target, training.microbatch, machine), machine, training)

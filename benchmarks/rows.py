@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--conversion-rate", type=float, help="that weights and gradients reach between dtypes; default: as updates"
     )
+    parser.add_argument("--visit", type=float, default=0, help="what beginning a visit takes there, in microseconds")
     parser.add_argument("--show", action="store_true", help="only show what is in the file")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--here", help=argparse.SUPPRESS)
@@ -130,7 +131,7 @@ def _num_cards(kind: str) -> int:
 def _predicted(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     try:
         host, update, conversion = options.host_bandwidth, options.update_rate, options.conversion_rate
-        rates = host * 1e9, update * 1e9, (conversion or update) * 1e9
+        rates = host * 1e9, update * 1e9, (conversion or update) * 1e9, options.visit / 1e6
         return predict(row.sized(options.small), options.predict, options.small, *rates)
     except Exception as error:  # the other rows go on
         return {"error": f"{type(error).__name__}: {error}"[:300]}

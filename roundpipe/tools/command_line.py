@@ -215,6 +215,7 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
         host_memory_bytes=int(host_memory) if host_memory else None,
         update_bytes_per_s=measured.update_bytes_per_s if measured else inf,
         conversion_bytes_per_s=measured.conversion_bytes_per_s if measured else inf,
+        visit_s=measured.visit_s if measured else 0.0,
     )
     if axes:
         swept = sweep(

@@ -258,6 +258,7 @@ def _profile(layers: Layers, machine: Machine, training: Training) -> HardwarePr
         hand_over_bytes_per_parameter=round(weight_bytes),
         gradients_bytes_per_parameter=round(gradient_bytes),
         device_bytes_per_s=machine.profile.bytes_per_s,
+        visit_s=machine.visit_s,
     )
 
 

@@ -1,6 +1,6 @@
 """What ``doctor --bench`` measured of a machine, as a JSON file that ``plan`` reads.
 
-Invariant: a file is used whole or refused; figures are sustained ones, as measured.
+Invariant: a file is used whole or refused, but for figures that older ones lack; they are sustained ones, as measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from roundpipe.reports.tables import format_bytes, format_rate, summary_table
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
 from roundpipe.tools.doctor import Diagnosis, least_seconds
 from roundpipe.tools.optimizer_side import COPY_ACCESSES
+from roundpipe.tools.visit_bench import visit_seconds_on
 
 UPDATED_PARAMETERS = 2**24
 """With gradients and two states each 256 MiB, more than caches hold."""
@@ -48,14 +49,19 @@ class MeasuredMachine:
     """Host memory, read and written on the way from float32 to bfloat16, as weights go into a model."""
     measured: str
     """When, and with which torch."""
+    visit_s: float = 0.0
+    """What a worker takes to begin a visit of a stage; 0: not measured, as in files before this was."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             is_text = field.name in ("device", "measured")
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if isinstance(value, str) != is_text or not is_text and not (is_number and 0 < value < math.inf):
-                raise ConfigError(f"{field.name} is {value!r}; it must be {'a text' if is_text else 'above 0'}")
+            may_be_zero = field.name == "visit_s"
+            is_usable = is_number and 0 <= value < math.inf and (may_be_zero or value > 0)
+            if isinstance(value, str) != is_text or not is_text and not is_usable:
+                allowed = "a text" if is_text else "0 or more" if may_be_zero else "above 0"
+                raise ConfigError(f"{field.name} is {value!r}; it must be {allowed}")
 
     @property
     def spec(self) -> DeviceSpec:
@@ -119,6 +125,7 @@ def measure_machine(diagnosis: Diagnosis) -> MeasuredMachine:
         update_bytes_per_s=update_bytes_per_s,
         conversion_bytes_per_s=_conversion_bytes_per_s(),
         measured=f"measured {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
+        visit_s=visit_seconds_on("cpu" if device is None else device.name),
     )
 
 
@@ -150,5 +157,6 @@ def measured_text(machine: MeasuredMachine) -> str:
             "host memory": f"{format_bytes(machine.host_memory_bytes)}, {format_rate(machine.host_bytes_per_s)}",
             "updates": f"{format_rate(machine.update_bytes_per_s)} (fused AdamW in float32)",
             "conversions": f"{format_rate(machine.conversion_bytes_per_s)} (float32 to bfloat16)",
+            "visits": f"{machine.visit_s * 1e6:.0f} us to begin one" if machine.visit_s else "not measured",
         }
     )

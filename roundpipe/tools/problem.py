@@ -43,6 +43,8 @@ class Machine:
     """Host memory traffic that updates alone reach, sustained; inf: all that the host's memory has."""
     conversion_bytes_per_s: float = inf
     """The same of weights and gradients on their way between dtypes; inf: as much as updates."""
+    visit_s: float = 0.0
+    """What a worker takes to begin a visit of a stage; 0: not measured."""
 
     @property
     def budget_bytes(self) -> int:

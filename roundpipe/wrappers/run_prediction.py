@@ -38,6 +38,8 @@ class Prediction:
     """Where the costs of layers come from."""
     tiles: Tiles
     """Into how many tiles rows were cut."""
+    visit_s: float = 0.0
+    """What beginning a visit of a stage was measured to take a worker."""
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -103,4 +105,5 @@ def predict(latest: LatestStep | None, session: Session, meters: Sequence[MeterR
         simulation.peak_bytes if knows_memory else None,
         "measured times of layers, links and the optimizer",
         latest.tiles,
+        profile.visit_s,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def test_bench_writes_what_plan_reads(
     assert found["machine"] == json.loads(Path(found["file"]).read_text())
     figures = found["machine"]
     assert figures["host_bytes_per_s"] >= figures["update_bytes_per_s"] > 0
+    assert 0 < figures["visit_s"] < 1
     if not torch.accelerator.is_available():
         assert figures["memory_bytes"] == figures["host_memory_bytes"] == found["host_bytes"]
         assert figures["link_bytes_per_s"] == found["memcpy_bytes_per_s"]
@@ -54,6 +55,7 @@ def test_bench_writes_what_plan_reads(
 def test_plans_rest_on_the_measured_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Updates that are slower than the host's memory make a step longer."""
     file, plan = folder / "machine.json", ["plan", str(folder / "config.json"), "--seq", "16", "--json"]
+    plan += ["--residency", "off"]  # else all of it lives on the device, where the host's rate does not count
 
     def planned(machine: MeasuredMachine) -> dict[str, Any]:
         machine.write(file)
@@ -65,6 +67,27 @@ def test_plans_rest_on_the_measured_figures(folder: Path, capsys: pytest.Capture
     assert planned(slow)["step"]["samples_per_s"] < planned(MACHINE)["step"]["samples_per_s"] / 2
     assert MACHINE.spec.flops_per_s * EFFICIENCY.compute == MACHINE.flops_per_s
     assert MACHINE.spec.link_bytes_per_s * EFFICIENCY.link == MACHINE.link_bytes_per_s
+
+
+@pytest.mark.long
+def test_visits_make_steps_longer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plan = folder / "machine.json", ["plan", str(folder / "config.json"), "--seq", "16", "--json"]
+    seconds = []
+    for visit_s in (0.0, 1.0):
+        replace(MACHINE, visit_s=visit_s).write(file)
+        assert main([*plan, "--residency", "off", "--machine", str(file)]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["step"]["seconds"])
+    assert seconds[1] >= seconds[0] + 1.0
+
+
+def test_files_from_before_visits_were_measured_are_read(tmp_path: Path) -> None:
+    file, figures = tmp_path / "machine.json", asdict(MACHINE)
+    del figures["visit_s"]
+    file.write_text(json.dumps(figures))
+    assert MeasuredMachine.read(file) == MACHINE
+    file.write_text(json.dumps(figures | {"visit_s": -1.0}))
+    with pytest.raises(ConfigError, match="visit_s is -1.0; it must be 0 or more"):
+        MeasuredMachine.read(file)
 
 
 @pytest.mark.parametrize(
