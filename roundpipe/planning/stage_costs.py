@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, repeat
 from operator import add
 from typing import Literal, NamedTuple
@@ -160,6 +161,23 @@ class StageCosts:
             carried=carried,
         )
         return cost
+
+
+def without_backward(costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """The same layers as evaluation has them: in any phase they take what their forward does, and no gradients."""
+    before_bytes = [0, *(cost.carry_bytes for cost in costs)]  # what comes up for a stage's first layer twice
+    return [
+        replace(
+            cost,
+            gradient_bytes=0,
+            activation_bytes=0,
+            released_bytes=0,
+            temporary_bytes=cost.workspace_bytes + value_bytes,
+            fused_excess_bytes=0,
+            backward_excess_bytes=0,
+        )
+        for cost, value_bytes in zip(costs, before_bytes, strict=False)
+    ]
 
 
 def largest_layer_bytes(budget_bytes: int) -> int:

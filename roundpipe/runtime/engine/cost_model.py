@@ -21,7 +21,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, STREAMED, Residency
 from roundpipe.planning.simulator import simulate
-from roundpipe.planning.stage_costs import StageCosts, num_trained
+from roundpipe.planning.stage_costs import StageCosts, num_trained, without_backward
 from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
@@ -133,6 +133,8 @@ class CostModel:
         record, elements = self.record(call.chain), call.elements()
         if call.loss_fn is not None:
             record.loss = code_of(call.loss_fn), call.make_tail is None
+        elif call.has_own_plan:
+            record.loss = None
         computed = record.computed.setdefault((record.loss, tiles), {})
         if elements not in computed and len(computed) < MOST_SIZES:
             computed[elements] = self._measure(call, tiles)
@@ -150,6 +152,11 @@ class CostModel:
         if memory is None:
             return costs
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
+
+    def of_call(self, call: Call, tiles: Tiles = UNTILED) -> list[LayerCost]:
+        """Costs that a call is planned by."""
+        costs = self.of(call.chain, call.elements(), tiles)
+        return without_backward(costs) if call.has_own_plan else costs
 
     def training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
         """What each layer takes in tiles; None: that is not known."""

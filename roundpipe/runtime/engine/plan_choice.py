@@ -29,7 +29,7 @@ from roundpipe.runtime.engine.cost_model import CostModel, MeasuredTimes, Memory
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import OptionChooser
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.engine.tile_choice import LADDER, choose_with_tiles, given_tiles
+from roundpipe.runtime.engine.tile_choice import LADDER, choose_for, choose_with_tiles, given_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,12 @@ class PlanChooser:
             config.execute_plan.validate(len(chain))
             call.tiles = next(iter(given_tiles(config)), UNTILED)
             return config.execute_plan
-        record, key = self.costs.record(chain), self.key(call)
-        call.config = replace(config, recompute_grain=key[1])
-        if (kept := record.plans.get(key)) is None:
-            plan, call.tiles = choose_with_tiles(self, call)
-            kept = record.plans[key] = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
+        record, kept = self.costs.record(chain), self._kept(call)
+        call.config = replace(config, recompute_grain=self.key(call)[1])
+        if kept is None:
+            plan, call.tiles = choose_for(self, call)
+            kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
+            record.plans[self.key(call)] = kept
         elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
@@ -124,6 +125,15 @@ class PlanChooser:
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def _kept(self, call: Call) -> KeptPlan | None:
+        """The plan that calls like one have."""
+        plans = self.costs.record(call.chain).plans
+        if (kept := plans.get(self.key(call))) is None and call.is_evaluation:
+            call.has_own_plan = True
+            kept = plans.get(self.key(call))
+            call.has_own_plan = kept is not None
+        return kept
 
     def _is_unused(self, call: Call, kept: KeptPlan) -> bool:
         """Whether a call has a plan with weights on the device instead: another look would only hold the caller up."""
@@ -206,9 +216,9 @@ class PlanChooser:
         """Calls that are equal here have one plan; those made before memory was computed have another."""
         record, number, size = self.costs.record(call.chain), call.num_microbatches, self._size(call)
         limit = record.limits.get((number, size))
-        loss = record.loss if record.memory() else None
+        loss = record.loss if record.memory() and (call.loss_fn or not call.has_own_plan) else None
         grain = call.config.recompute_grain if limit is None else limit.grain
-        return number, grain, size, loss, call.config.tiles, call.may_replicate
+        return number, grain, size, loss, call.config.tiles, call.may_replicate, call.has_own_plan
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
@@ -238,7 +248,7 @@ class PlanChooser:
         return rooms[key]
 
     def _room(self, call: Call, plan: ExecutePlan) -> Room:
-        of_layers = self.costs.of(call.chain, call.elements(), call.tiles)
+        of_layers = self.costs.of_call(call, call.tiles)
         if call.is_evaluation:
             of_layers = [replace(cost, gradient_bytes=0) for cost in of_layers]
         costs = StageCosts(of_layers, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
@@ -285,7 +295,7 @@ class PlanChooser:
         self._may_replan = True
 
     def needed_bytes(self, call: Call, plan: ExecutePlan) -> int:
-        costs, grain = self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
+        costs, grain = self.costs.of_call(call, call.tiles), call.config.recompute_grain
         number, is_alone = self._num_workers, call.num_microbatches == 1
         return plan_peak_bytes(plan, costs, num_workers=number, recompute_grain=grain, is_alone=is_alone)
 
@@ -323,7 +333,7 @@ class PlanChooser:
     def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
         """What the planner is asked: the layers' costs, some as if what runs in them took no memory, and the limits."""
         self.costs.measure_memory(call, tiles)
-        costs = self.costs.of(call.chain, call.elements(), tiles)
+        costs = self.costs.of_call(call, tiles)
         for index in free:
             costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
         return costs, PlanArguments(
@@ -336,14 +346,14 @@ class PlanChooser:
 
     def seconds(self, call: Call, tiles: Tiles) -> Prediction:
         """Seconds per step of a plan in tiles; where transfers take time, as the simulator has them."""
-        costs = self.costs.of(call.chain, call.elements(), tiles)
+        costs = self.costs.of_call(call, tiles)
         return self.prediction(call, tiles) or functools.partial(
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
 
     def prediction(self, call: Call, tiles: Tiles) -> Prediction | None:
         """The simulator's seconds per step of a plan in tiles, if it is asked."""
-        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
+        costs, links = self.costs.of_call(call, tiles), self.costs.links(call.chain, tiles)
         return self._prediction(call, costs, links)
 
     def least_seconds(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> float:

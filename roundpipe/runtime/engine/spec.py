@@ -72,6 +72,8 @@ class Call:
     """Whether layers could run with its arguments."""
     is_evaluation: bool = False
     """Whether no backward follows, so that nothing is trained."""
+    has_own_plan: bool = False
+    """Of an evaluation: whether it is planned without a backward, as no plan that could train fits."""
     loss_reads_weights: bool = False
     """Whether ``loss_fn`` may read the model's weights on the host."""
     has_twins: bool = False

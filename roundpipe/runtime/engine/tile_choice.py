@@ -85,6 +85,17 @@ def choose_with_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Til
     return plan, tiles
 
 
+def choose_for(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Tiles]:
+    """A plan that training could have too; for an evaluation one without a backward where no such plan fits."""
+    try:
+        return choose_with_tiles(plans, call)
+    except DeviceMemoryError:
+        if not call.is_evaluation or call.has_own_plan:
+            raise
+    call.has_own_plan = True
+    return choose_with_tiles(plans, call)
+
+
 def tiles_to_try(plans: PlansInTiles, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
     """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
     for finer in _finer_tiles(call.config, tiles):
