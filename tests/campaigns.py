@@ -10,6 +10,8 @@
     flips       one bit of a checkpoint is another
     cuts        a file of a checkpoint ends early
     actions     what users do between calls
+    budgets     devices of 20 sizes, from what the smallest plan needs to all of the model
+    memory      out of memory at a place of a step
 
 Each case has a seed. With ``--log`` each is written to a file when it ends, and a run that is started again leaves out
 those that are there; a case in which the process ended, or hung, is in the file, too, and counts as one that failed.
@@ -162,6 +164,28 @@ def actions() -> Iterator[Examine]:
         return Result([f"{outcome.kind}: {outcome.detail}; shrunk to {shrunk}"], len(case.actions))
 
     yield examine
+
+
+@_campaign
+def budgets() -> Iterator[Examine]:
+    from tests.fits.budgets import draw, examine
+
+    def run(seed: int) -> Result:
+        problems, kind = examine(draw(seed))
+        return Result(problems, kind=kind)
+
+    yield run
+
+
+@_campaign
+def memory() -> Iterator[Examine]:
+    from tests.fits.phases import NUM_SETTINGS, examine, setting_of
+
+    def run(seed: int) -> Result:
+        problems, kind = examine(setting_of(seed), seed // NUM_SETTINGS)
+        return Result(problems, kind=kind)
+
+    yield run
 
 
 class Log:

@@ -171,10 +171,10 @@ def without_backward(costs: Sequence[LayerCost]) -> list[LayerCost]:
             cost,
             gradient_bytes=0,
             activation_bytes=0,
-            released_bytes=0,
             temporary_bytes=cost.workspace_bytes + value_bytes,
             fused_excess_bytes=0,
             backward_excess_bytes=0,
+            values=tuple(replace(value, gradient_bytes=0, own_bytes=0, savers=()) for value in cost.values),
         )
         for cost, value_bytes in zip(costs, before_bytes, strict=False)
     ]

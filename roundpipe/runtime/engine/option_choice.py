@@ -28,8 +28,9 @@ from roundpipe.runtime.microbatch.split import batch_size
 
 logger = logging.getLogger(__name__)
 
-ROOM_SHARE = 0.05
-"""What a device should have beside what is predicted, where an error says how much it must have."""
+ROOM_SHARE = 0.1
+"""What a device should have beside what is predicted, where an error says how much it must have: layers are
+larger on larger devices, and so is what they keep."""
 
 
 class _Options(NamedTuple):
@@ -83,20 +84,19 @@ class OptionChooser:
         """
         if proposed := self._proposed(call, self.budget_bytes if limit_bytes is None else limit_bytes):
             return f"{' or '.join(proposed)} is predicted to fit"
-        needed = "" if limit_bytes is not None else self._needed(call)
+        needed = self._needed(call, limit_bytes)
         return f"Use a device with more memory{needed}, or shorter or fewer samples in a microbatch"
 
-    def _needed(self, call: Call) -> str:
-        """What a device must have for plans, if that is predicted."""
+    def _needed(self, call: Call, limit_bytes: int | None) -> str:
+        """What a device must have for plans, if that is predicted; more where the budget was not enough for a limit."""
         tiles, budget_bytes = self._tiles(call.config)[-1], self.budget_bytes
         self._costs.measure_memory(call, tiles)
         if budget_bytes is None or not self._costs.record(call.chain).memory(tiles):
             return ""
         costs = self._costs.of(call.chain, call.elements(), tiles)
         least = least_need(costs, num_workers=self._costs.num_workers, num_microbatches=call.num_microbatches)
-        needed_bytes = int(least.memory.total * (1 + ROOM_SHARE))
-        if needed_bytes <= budget_bytes:
-            return ""
+        factor = 1.0 if limit_bytes is None else max(budget_bytes / max(limit_bytes, 1), 1.0)
+        needed_bytes = int(max(factor * least.memory.total, budget_bytes) * (1 + ROOM_SHARE))
         return f" ({needed_bytes:,} bytes for plans, which have {budget_bytes:,})"
 
     def _proposed(self, call: Call, budget_bytes: int | None) -> list[str]:

@@ -1,0 +1,1 @@
+"""That it fits: models on devices of every size, and out of memory everywhere."""
