@@ -34,10 +34,19 @@ class Host:
         self.sizes: list[int] = []
         self.copies: list[Copies] = []
         self.pages = ValuePages(self._new, self._ends)
+        self._lock = threading.RLock()  # the driver is of one thread
 
     def _new(self, num_bytes: int) -> Pages:
         self.sizes.append(num_bytes)
-        return Pages(num_bytes, self.driver.pin, self.driver.unpin)
+        return Pages(num_bytes, self._pin, self._unpin)
+
+    def _pin(self, address: int, num_bytes: int) -> str | None:
+        with self._lock:
+            return self.driver.pin(address, num_bytes)
+
+    def _unpin(self, address: int) -> None:
+        with self._lock:
+            self.driver.unpin(address)
 
     def _ends(self) -> list[Copies]:
         self.copies.append(Copies())
