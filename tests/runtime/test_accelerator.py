@@ -246,8 +246,8 @@ def test_host_buffers_are_pinned_and_exact(num_bytes):
 def test_values_between_stages_take_little_more_of_the_host_than_they_have():
     backend = AcceleratorBackend(Device("cuda:0"), "test")
     source = torch.randn(9 << 19, device="cuda").view(-1, 1 << 10).t()  # 18 MiB, which torch's allocator would double
+    backend.follow_caller()
     with backend.activate():
-        backend.follow_caller()
         backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
         addresses = set()
         for _ in range(8):

@@ -302,3 +302,54 @@ def test_a_second_run_has_the_draws_and_the_data_of_the_first(monkeypatch, grain
         return dict(model.state_dict())
 
     assert_same(trained({2, 15}), trained(()), atol=1e-9)
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_only_where_memory_is_short_a_call_waits_for_backwards_beside_its_losses(monkeypatch, is_tight):
+    go_on, is_reached = threading.Event(), threading.Event()
+    go_on.set()
+    backward = Stage.backward
+
+    def held(self, *args):
+        is_reached.set()
+        assert go_on.wait(20)
+        return backward(self, *args)
+
+    monkeypatch.setattr(Stage, "backward", held)
+    plan = roundpipe.ExecutePlan([(0, 5)], (5, 6), [(0, 5)])
+    run_config = config(1, plan=plan, preserve_rng_state=False)  # else a call waits for what may draw
+
+    def trained(memory_bytes, *, holds):
+        layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))).to(DTYPE)  # calls wait for buffers as well
+        with roundpipe.RoundPipe(layers, devices=[Device("cpu", memory_bytes=memory_bytes)]) as piped:
+            optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+
+            def step():
+                piped.forward_backward((batch(),), loss_fn=square_loss, run_config=run_config)
+                piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+            for _ in range(3):
+                step()
+            piped.synchronize()
+            peak_bytes = piped.peak_device_bytes()
+            if holds:
+                is_reached.clear()
+                go_on.clear()
+                caller = threading.Thread(target=step)
+                caller.start()
+                try:
+                    assert is_reached.wait(20)
+                    if is_tight:
+                        caller.join(0.2)
+                        assert caller.is_alive()
+                    else:
+                        caller.join(20)
+                        assert not caller.is_alive()
+                finally:
+                    go_on.set()
+                    caller.join()
+                piped.synchronize()
+        return peak_bytes
+
+    # the peak has room for the weights of the next round, which a plan can do without
+    trained(int(0.85 * trained(ROOM, holds=False)) if is_tight else ROOM, holds=True)

@@ -100,9 +100,11 @@ class StepBuilder:
         # without a step that has run by this plan, the call may have to be run again
         may_outlive_call = may_overlap and not spec.inputs and self.plans.is_proven(call)
         may_outlive_call &= not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
+        spare_bytes = self.plans.room(call, spec.schedule.plan).spare_bytes
         spec = replace(
             self._with_loss(spec, call, return_outputs),
-            spare_bytes=self.plans.room(call, spec.schedule.plan).spare_bytes,
+            spare_bytes=spare_bytes,
+            is_tight=self.plans.is_tight(spare_bytes),
             tail=call.tail if call.tiles.tail > 1 else None,
             may_outlive_call=may_outlive_call,
             runs_again=may_outlive_call and self.plans.has_budget,

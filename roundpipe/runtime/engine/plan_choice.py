@@ -44,6 +44,8 @@ UPDATES_CHANGE, MOST_LOOKS = 0.25, 2
 it is first known, and once more."""
 BUDGET_CHANGE = 0.03
 """Share by which what there is of devices must have changed before it is planned for anew."""
+TIGHT_SHARE = 0.1
+"""Share of a device's budget: with less left over, what a plan did not count may be too much."""
 REPLICAS_GAIN = 0.05
 """Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
 
@@ -246,6 +248,10 @@ class PlanChooser:
         if (key := (*self.key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
             rooms[key] = self._room(call, plan)
         return rooms[key]
+
+    def is_tight(self, spare_bytes: int | None) -> bool:
+        """Whether a plan that leaves so much memory over may run out of it."""
+        return spare_bytes is not None and spare_bytes < TIGHT_SHARE * (self._budget_bytes or 0)
 
     def _room(self, call: Call, plan: ExecutePlan) -> Room:
         of_layers = self.costs.of_call(call, call.tiles)

@@ -233,6 +233,8 @@ class StepSpec:
     """Whether a worker that runs out of memory in a backward stage runs it again: see `KeptRuns`."""
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
+    is_tight: bool = False
+    """Whether that is little, so that the step may run out of memory."""
     resident_bytes: int | None = None
     """The most that weights which stay on a device may take there, those of other steps included; None: no limit."""
     frozen: FrozenLayers | None = None

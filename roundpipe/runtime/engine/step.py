@@ -223,14 +223,15 @@ class StepState:
         """Return when the call is needed for no further run of a microbatch, or the step has failed.
 
         That is once no job will draw random numbers any more: generators are shared with the caller. Accelerators may
-        be behind: who draws what is settled when kernels are given to them. And once stages with losses are through,
-        if it runs out of memory: only the call can run those again.
+        be behind: who draws what is settled when kernels are given to them. And where memory is short, once stages
+        with losses are through: if they run out of it, only the call can run them again.
         """
-        schedule, drawing, runs_again = self.spec.schedule, self.spec.drawing, self.spec.runs_again
+        schedule, drawing = self.spec.schedule, self.spec.drawing
+        waits_for_losses = self.spec.runs_again and self.spec.is_tight
         jobs = [
             job
             for job in schedule.jobs
-            if not drawing.isdisjoint(job.layers) or (runs_again and job.phase is Phase.FUSED)
+            if not drawing.isdisjoint(job.layers) or (waits_for_losses and job.phase is Phase.FUSED)
         ]
         counts = [(job.index - self._first_job, len(schedule.microbatches(job))) for job in jobs]
         runs = self._runs
