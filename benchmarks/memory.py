@@ -123,6 +123,7 @@ def train(case: Case, device: roundpipe.Device, num_rounds: int, num_microbatche
             noted_rounds() as rounds,
             roundpipe.compile(case.model, devices=[device], model_run_config=config, name="case") as pipe,
         ):
+            pipe.peak_device_bytes(reset=True)  # the case before this one may have taken more
             for _ in range(num_rounds):
                 pipe.forward_backward(case.args, label=case.label, loss_fn=case.loss_fn)
                 pipe.synchronize()
