@@ -159,7 +159,8 @@ def actions() -> Iterator[Examine]:
         case = draw_case(seed, 0)
         outcome = run(case)
         if outcome.kind in ("equal", "refused"):
-            return Result([], len(case.actions), f"refused: {outcome.detail}" if outcome.kind == "refused" else "equal")
+            detail = f": {outcome.detail}" if outcome.detail else ""
+            return Result([], len(case.actions), outcome.kind + detail)
         shrunk, _ = shrink(case, outcome)
         return Result([f"{outcome.kind}: {outcome.detail}; shrunk to {shrunk}"], len(case.actions))
 

@@ -220,7 +220,8 @@ def convert(side: Side, choose: random.Random) -> list[Any]:
     side.handle.zero_grad()
     side.edited_gradients()
     _forget_optimizer(side)
-    dtype = torch.float64 if dtype_of(side) is torch.float32 else torch.float32
+    to_single = dtype_of(side) is torch.float64 and not side.setup.is_exact
+    dtype = torch.float32 if to_single else torch.float64
     side.handle.to(dtype)
     side.edited()
     side.kept["is single"] = True

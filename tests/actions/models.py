@@ -152,6 +152,8 @@ class Setup:
     memory_bytes: int | None
     lives_there: bool = False
     """Whether its weights are to live on the worker, as far as it can be."""
+    is_exact: bool = False
+    """Whether all that would be float32 is float64."""
 
     @classmethod
     def draw(cls, seed: int) -> Setup:
@@ -169,6 +171,12 @@ class Setup:
             memory_bytes = choose.choice([2**22, 2**22, 2**14, 2**13])  # of which the latter are for some layers
             setup = replace(setup, num_workers=1, memory_bytes=memory_bytes, lives_there=True)
         return setup
+
+    def exact(self) -> Setup:
+        """The same without float32, and with as much memory per number."""
+        factor = 2 if self.dtype is torch.float32 else 1
+        memory_bytes = None if self.memory_bytes is None else factor * self.memory_bytes
+        return replace(self, dtype=torch.float64, memory_bytes=memory_bytes, is_exact=True)
 
     def __str__(self) -> str:
         blocks = ", ".join(block.__name__ for block in self.blocks)
