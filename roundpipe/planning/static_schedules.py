@@ -4,8 +4,9 @@ GPipe runs all forwards, then all backwards; 1F1B as many forwards as there are 
 forward in turn; interleaved 1F1B has several chunks of the model on each device, dealt out in turn.
 
 Steps end with a flush: the optimizer needs all gradients before the next forward. Devices hold their weights,
-gradients and optimizer states; values go from device to device over both links and the host, beside the
-computation. The update takes no time here.
+gradients and optimizer states. Values go from device to device over both links and the host, beside the computation;
+or over a network as torch's schedules use it: one after the other to each device, which in GPipe and 1F1B computes
+nothing meanwhile. The update takes no time here.
 
 Invariant: with equal stages and free links the idle share is (N - 1) / (v M + N - 1) for N devices with v chunks
 each and M microbatches. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved).
@@ -98,13 +99,15 @@ def simulate_static(
     num_chunks: int = 1,
     recompute: bool = False,
     link_bytes_per_s: float = inf,
+    network_bytes_per_s: float | None = None,
     state_bytes_per_parameter: float = 0.0,
 ) -> StaticSimulation:
     """Plays one step of a static schedule, stages cut as evenly as the layers allow.
 
     Costs are for one microbatch, ``num_chunks`` are parts of the model per device (1 unless interleaved), links are
-    each device's to the host, per direction. With ``recompute``, devices keep only stage inputs of microbatches in
-    flight, and run the forward again. Errors as for `static_actions`; one, too, for fewer layers than stages.
+    each device's to the host, per direction; a network is what a device receives by instead of them. With
+    ``recompute``, devices keep only stage inputs of microbatches in flight, and run the forward again. Errors as for
+    `static_actions`; one, too, for fewer layers than stages.
     """
     actions = static_actions(kind, num_workers, num_microbatches, num_chunks)
     num_stages = num_workers * num_chunks
@@ -114,16 +117,23 @@ def simulate_static(
     stages = cut_into(weights, num_stages)
     forward_s = [sum(cost.forward_s for cost in costs[start:stop]) for start, stop in stages]
     backward_s = [sum(weights[start:stop]) - spent for (start, stop), spent in zip(stages, forward_s, strict=True)]
-    hop_s = [2 * costs[stop - 1].carry_bytes / link_bytes_per_s * (num_workers > 1) for _, stop in stages]
+    hop_bytes_per_s = link_bytes_per_s / 2 if network_bytes_per_s is None else network_bytes_per_s
+    hop_s = [costs[stop - 1].carry_bytes / hop_bytes_per_s * (num_workers > 1) for _, stop in stages]
     over_s: dict[Action, float] = {}
     free_s, coming = [0.0] * num_workers, [iter(own) for own in actions]
+    received_s = [0.0] * num_workers
     waiting: dict[int, Action] = {worker: next(own) for worker, own in enumerate(coming)}
     while waiting:
         ready = {worker: _ready_s(action, over_s, hop_s) for worker, action in waiting.items()}
-        assert any(ready_s is not None for ready_s in ready.values()), "a static schedule stands still"
-        for worker, ready_s in ready.items():
-            if ready_s is None:
+        assert any(found is not None for found in ready.values()), "a static schedule stands still"
+        for worker, found in ready.items():
+            if found is None:
                 continue
+            ready_s, arrives_in_s = found
+            if network_bytes_per_s is not None and arrives_in_s:
+                ready_s = max(ready_s, received_s[worker] if kind == "interleaved" else free_s[worker])
+                received_s[worker] = ready_s + arrives_in_s
+            ready_s += arrives_in_s
             action = waiting.pop(worker)
             spent_s = forward_s[action[1]] if action[0] == "F" else backward_s[action[1]]
             over_s[action] = free_s[worker] = max(free_s[worker], ready_s) + spent_s
@@ -144,18 +154,19 @@ def simulate_static(
     )
 
 
-def _ready_s(action: Action, over_s: dict[Action, float], hop_s: Sequence[float]) -> float | None:
-    """When what an action takes is on its device; None: not known yet."""
+def _ready_s(action: Action, over_s: dict[Action, float], hop_s: Sequence[float]) -> tuple[float, float] | None:
+    """When there is what an action takes, and how long its way to the device is; None: not known yet."""
     way, stage, microbatch = action
+    arrives_in_s = 0.0
     if way == "F":
         if stage == 0:
-            return 0.0
+            return 0.0, 0.0
         end_s, arrives_in_s = over_s.get(("F", stage - 1, microbatch)), hop_s[stage - 1]
     elif ("F", stage, microbatch) not in over_s or stage == len(hop_s) - 1:
-        return over_s.get(("F", stage, microbatch))
+        end_s = over_s.get(("F", stage, microbatch))
     else:
         end_s, arrives_in_s = over_s.get(("B", stage + 1, microbatch)), hop_s[stage]
-    return None if end_s is None else end_s + arrives_in_s
+    return None if end_s is None else (end_s, arrives_in_s)
 
 
 def _peak_bytes(

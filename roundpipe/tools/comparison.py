@@ -123,9 +123,9 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
     return rows + compare_static(setting)
 
 
-def compare_static(setting: Setting) -> list[ComparedSchedule]:
-    """The schedules in which each device owns a part of the model."""
-    return [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
+def compare_static(setting: Setting, network_bytes_per_s: float | None = None) -> list[ComparedSchedule]:
+    """The schedules in which each device owns a part of the model; with a network, as torch runs them."""
+    return [_static(name, kind, chunks, setting, network_bytes_per_s) for name, kind, chunks in _STATIC]
 
 
 def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedule:
@@ -136,7 +136,9 @@ def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedul
     return ComparedSchedule(name, setting.num_microbatches, seconds, idle, peak_bytes, fits, remark)
 
 
-def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> ComparedSchedule:
+def _static(
+    name: str, kind: StaticKind, chunks: int, setting: Setting, network_bytes_per_s: float | None
+) -> ComparedSchedule:
     """A static schedule, with recomputation if it does not fit without."""
     num_workers, number, costs = setting.num_workers, setting.num_microbatches, setting.costs
     if kind == "interleaved" and number % num_workers:
@@ -152,6 +154,7 @@ def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> Compa
                 num_chunks=chunks,
                 recompute=recompute,
                 link_bytes_per_s=min(setting.profile.upload_bytes_per_s, setting.profile.download_bytes_per_s),
+                network_bytes_per_s=network_bytes_per_s,
                 state_bytes_per_parameter=setting.state_bytes_per_parameter,
             )
         except ConfigError as error:

@@ -7,7 +7,7 @@ batch of each host, times their number.
     data parallel        rotation on each host; gradients are averaged in the copies' dtype
     sharded              gradients go to the rank that has the part, new weights come back, both in the model's dtype
     GPipe, 1F1B, ...     torch's schedules over all devices, each with a part of the model; every cut counts as one
-                         between hosts
+                         between hosts, and GPipe and 1F1B compute nothing while they receive
 
 With asynchronous steps the network works beside the round. But what it brings is there before the update, and the next
 exchange waits for that, so no step is shorter than the network and the update together.
@@ -24,7 +24,7 @@ from roundpipe.planning.simulator import Simulation
 from roundpipe.planning.stage_costs import num_trained
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import format_bytes, format_rate, format_seconds, table
-from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_static
+from roundpipe.tools.comparison import ComparedSchedule, compare_static
 from roundpipe.tools.forecast import Forecast, forecast_at
 
 
@@ -141,13 +141,8 @@ def _static_schedules(result: Forecast, network: Network) -> list[ScaleOut]:
         num_workers=setting.num_workers * number,
         num_microbatches=setting.num_microbatches * number,
     )
-    free, cut = compare_static(_linked(over_all, link)), compare_static(_linked(over_all, min(link, of_a_device)))
+    free, cut = compare_static(over_all, link), compare_static(over_all, min(link, of_a_device))
     return [_static(one, other) for one, other in zip(free, cut, strict=True)]
-
-
-def _linked(setting: Setting, bytes_per_s: float) -> Setting:
-    profile = replace(setting.profile, upload_bytes_per_s=bytes_per_s, download_bytes_per_s=bytes_per_s)
-    return replace(setting, profile=profile)
 
 
 def _static(free: ComparedSchedule, cut: ComparedSchedule) -> ScaleOut:

@@ -56,7 +56,7 @@ DISTRIBUTED_ROWS: dict[str, Row] = {
         "`plan --hosts N --network RATE`: step time, what the network adds, host memory, and the fastest way",
         "tools/test_hosts.py::test_ways_to_use_more_hosts",
         "tools/test_hosts.py::test_ways_in_words",
+        "planning/test_static_schedules.py::test_a_device_computes_nothing_while_it_receives_from_a_network",
         "distributed/test_throttled.py::test_a_throttled_link_takes_the_time_that_is_planned",
-        gap="stages over a slow link are planned, and not checked against a run",
     ),
 }

@@ -44,55 +44,59 @@ TWO_STAGES_PER_RANK = SCHEDULES.keys() - {"ScheduleGPipe", "Schedule1F1B"}
 class Training:
     """A model, a batch for it, and a loss."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int], nn.Module]
+    """``(number of blocks) -> model``."""
     batch: Callable[[int, int], tuple[dict[str, Any], torch.Tensor]]
     """``(batch, length) -> (keyword arguments, target)``."""
     loss: Callable[[Any, torch.Tensor], torch.Tensor]
     dtype: torch.dtype = torch.float64
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, num_blocks: int) -> nn.Module:
     """The same at every call."""
     torch.manual_seed(0)
-    model = TRAININGS[name].build().to(TRAININGS[name].dtype)
+    model = TRAININGS[name].build(num_blocks).to(TRAININGS[name].dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return model
 
 
-def _llama() -> nn.Module:
+def _llama(num_blocks: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": num_blocks}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, num_attention_heads=2, use_cache=False))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(num_blocks: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2, use_cache=False, **dropout, **ends)
-    )
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": num_blocks, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, use_cache=False, **dropout, **ends))
 
 
-def _t5() -> nn.Module:
+def _t5(num_blocks: int) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": (num_blocks + 1) // 2, "num_heads": 2}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, **ends, dropout_rate=0.0, use_cache=False))
 
 
-def _mixture_of_experts() -> nn.Module:
+def _mixture_of_experts(num_blocks: int) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": num_blocks, "head_dim": 8}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCAB, **sizes, **experts, **heads, use_cache=False))
+
+
+def _unet(num_blocks: int) -> nn.Module:
+    return UNet((num_blocks + 1) // 2)
 
 
 def _text(batch: int, length: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -128,8 +132,8 @@ TRAININGS = {
     "gpt2": Training(_gpt2, _text, _next_token),
     "t5": Training(_t5, _pairs, _own_loss),
     "mixture_of_experts": Training(_mixture_of_experts, _text, _next_token, torch.float32),
-    "unet": Training(UNet, _images, _mean_square),
-    "resnet": Training(ResNet, _images, _mean_square),
+    "unet": Training(_unet, _images, _mean_square),
+    "resnet": Training(lambda num_blocks: ResNet(), _images, _mean_square),
 }
 
 
@@ -146,7 +150,7 @@ def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = (), 
     rank, size = dist.get_rank(), dist.get_world_size()
     num_stages = 2 * size if schedule_name in TWO_STAGES_PER_RANK else size
     parts = _partition(name, num_stages, frozen)
-    reference = _frozen(make_model(name), frozen)
+    reference = _frozen(make_model(name, _num_blocks()), frozen)
     torch.manual_seed(1)
     second = num_stages - 1 - rank if kind is ScheduleZBVZeroBubble else rank + size
     stages = [pipeline_stage(parts, index, num_stages) for index in ([rank, second][: num_stages // size])]
@@ -204,8 +208,13 @@ def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = (), 
 @functools.cache
 def _partition(name: str, num_stages: int, frozen: tuple[str, ...]) -> list[StageModule]:
     """The stages of a model, traced once per process."""
-    model = _frozen(make_model(name), frozen)
+    model = _frozen(make_model(name, _num_blocks()), frozen)
     return partition_stages(model, num_stages, example_kwargs=TRAININGS[name].batch(2, 8)[0])
+
+
+def _num_blocks() -> int:
+    """As many as two stages per rank need, with what is before and behind the blocks."""
+    return 2 * dist.get_world_size() - 1
 
 
 def _frozen(model: nn.Module, frozen: tuple[str, ...]) -> nn.Module:

@@ -67,12 +67,8 @@ def test_more_kinds_of_training(two: Ranks) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
-    try:
-        assert_trained_as_one_process(ranks, KINDS)
-    finally:
-        ranks.kill()
+def test_four_ranks(four: Ranks) -> None:
+    assert_trained_as_one_process(four, KINDS)
 
 
 def test_gradients_are_averaged_while_the_backward_runs(two: Ranks) -> None:

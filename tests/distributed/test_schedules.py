@@ -14,23 +14,26 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 
 
-MODELS = [
-    ("llama", "Schedule1F1B"),
+MODELS = ["llama", "gpt2", "t5", "mixture_of_experts", "unet"]
+ALWAYS_RUN = {
+    *(("llama", schedule) for schedule in SCHEDULES),
     ("gpt2", "ScheduleZBVZeroBubble"),
-    ("t5", "ScheduleInterleavedZeroBubble"),
-    ("mixture_of_experts", "ScheduleGPipe"),
     ("unet", "ScheduleInterleaved1F1B"),
-    ("resnet", "ScheduleLoopedBFS"),
-]
+}
+CASES = [(model, schedule) for model in MODELS for schedule in SCHEDULES]
 
 
 def test_every_schedule_is_run() -> None:
-    assert {schedule for _, schedule in MODELS} == set(SCHEDULES)
+    assert {schedule for _, schedule in ALWAYS_RUN} == set(SCHEDULES)
+    assert set(CASES) > ALWAYS_RUN
 
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    [pytest.param(*case, marks=pytest.mark.long if n % 4 else ()) for n, case in enumerate(MODELS)],
+    [
+        pytest.param(*case, marks=() if case in ALWAYS_RUN else pytest.mark.long)
+        for case in [*CASES, ("resnet", "ScheduleLoopedBFS")]
+    ],
 )
 def test_stages_train_as_one_process(two: Ranks, model: str, schedule: str) -> None:
     assert max(two.run(train_on_ranks, model, schedule)) <= TOLERANCE
@@ -51,12 +54,9 @@ def test_a_schedule_evaluates_before_it_trains(two: Ranks, model: str, schedule:
 
 
 @pytest.mark.long
-def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
-    try:
-        assert max(ranks.run(train_on_ranks, "unet", "Schedule1F1B")) <= TOLERANCE
-    finally:
-        ranks.kill()
+@pytest.mark.parametrize(("model", "schedule"), CASES)
+def test_four_ranks(four: Ranks, model: str, schedule: str) -> None:
+    assert max(four.run(train_on_ranks, model, schedule)) <= TOLERANCE
 
 
 def test_torch_has_what_a_stage_overrides() -> None:

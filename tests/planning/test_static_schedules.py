@@ -98,6 +98,20 @@ def test_slow_links_lengthen_the_round():
     assert slow.seconds_per_step >= free.seconds_per_step + 6.0 - 1e-9
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [("gpipe", 23.0), ("1f1b", 20.0)])
+def test_a_device_computes_nothing_while_it_receives_from_a_network(kind, seconds):
+    """Two devices, four microbatches, a second for each hop; worked out by hand."""
+    machine = {"num_workers": 2, "num_microbatches": 4, "network_bytes_per_s": 1.0}
+    assert simulate_static(kind, [EVEN] * 2, **machine).seconds_per_step == seconds
+
+
+def test_a_network_brings_one_value_after_the_other():
+    machine = {"num_workers": 4, "num_microbatches": 16, "num_chunks": 2}
+    slow = simulate_static("interleaved", [EVEN] * 8, **machine, network_bytes_per_s=0.01)
+    # devices inside the chain receive for both of their stages, forwards and backwards
+    assert 4 * 16 * 100.0 <= slow.seconds_per_step <= 1.5 * 4 * 16 * 100.0
+
+
 def test_rotation_wins_over_what_the_microbatches_allow_a_static_schedule():
     machine = {"num_workers": 8, "num_microbatches": 9}
     costs = [EVEN] * 40
