@@ -23,9 +23,10 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.allocator import expand_segments
-from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, UnplannedMemory
+from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, Move, UnplannedMemory
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Pages, Registrar, warn_unpinned
+from roundpipe.runtime.device.pieces_across import PiecesAcross
 from roundpipe.runtime.device.value_pages import ValuePages, suits
 
 PLANNED_SHARE = 0.9
@@ -262,6 +263,11 @@ class AcceleratorBackend(Backend):
         with self._on(Lane.GRADIENTS):
             for source, target in copies:
                 target.detach().copy_(source.detach(), non_blocking=True)
+
+    @contextmanager
+    def moving(self) -> Iterator[Move]:
+        with self.activate(), PiecesAcross(self.host_buffer, lambda: self.record(Lane.COMPUTE)) as pieces:
+            yield pieces.move
 
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
@@ -28,6 +28,8 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError, shown
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
 from roundpipe.core.quantities import as_number
+from roundpipe.core.storages import is_plain
+from roundpipe.runtime.device.host_memory import on_huge_pages
 
 
 class Lane(enum.IntEnum):
@@ -112,6 +114,10 @@ class Moment(Protocol):
 
     def seconds_since(self, earlier: Any) -> float:
         """Seconds from another moment of the same backend to this one, negative if it was later; both must be done."""
+
+
+Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
+"""``f(tensor, device)``: its values in new memory, there or on the host."""
 
 
 class UnplannedMemory(NamedTuple):
@@ -224,6 +230,10 @@ class Backend(ABC):
     def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each first one into the second, in (pinned) host memory, on GRADIENTS; not among `moved_bytes`."""
 
+    def moving(self) -> AbstractContextManager[Move]:
+        """A context with a function that moves tensors, be the host's pinned or not; at its end they have arrived."""
+        return nullcontext(moved_at_once)
+
     def take_uploads(self) -> list[torch.Tensor]:
         """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
         that is done, since their memory is the UPLOAD stream's. None on the CPU, where a call is done when it returns.
@@ -271,6 +281,13 @@ class Backend(ABC):
     @abstractmethod
     def random(self, seed: int) -> AbstractContextManager[Any]:
         """Draw random numbers from ``seed`` inside; the generator's state is as before afterwards."""
+
+
+def moved_at_once(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A `Move` that waits."""
+    if not is_plain(tensor):
+        return tensor.to(device)
+    return on_huge_pages(torch.empty_like(tensor, device=device)).copy_(tensor)
 
 
 def is_profiled() -> bool:

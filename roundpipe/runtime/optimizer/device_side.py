@@ -18,7 +18,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.runtime.device.backend import Event
+from roundpipe.runtime.device.backend import Event, Move, moved_at_once
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.optimizer.temporaries import bytes_of_unknown, temporary_bytes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
@@ -102,19 +102,19 @@ class DeviceSteps(PlainSteps):
 
     def _begin_now(self, pairs: Sequence[ParameterPair]) -> None:
         assert self._twins is not None
-        with self._twins.activate(), torch.no_grad():
-            self._take_copies(pairs)
+        with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
+            self._take_copies(pairs, move)
             for pair in pairs:
                 pair.begin_twin(self._twins.get(pair.parameter))
             for optimizer in self._runner.options.optimizers:
-                self._move_states(optimizer)
+                self._move_states(optimizer, move)
 
-    def _take_copies(self, pairs: Sequence[ParameterPair]) -> None:
+    def _take_copies(self, pairs: Sequence[ParameterPair], move: Move = moved_at_once) -> None:
         """Bring the copies to the device of parameters that live there, if they are not there yet."""
         if self._twins is not None and self._twins:
             for pair in pairs:
                 if self.lives_there(pair.parameter):
-                    pair.move_copy(self._twins.backend.device, is_away=True)
+                    pair.move_copy(self._twins.backend.device, move, is_away=True)
 
     def come_home(self, *, with_copies: bool = True) -> None:
         """Let the host have everything again: the weights of the last round, gradients, the copies and their states."""
@@ -124,14 +124,14 @@ class DeviceSteps(PlainSteps):
 
     def _come_home_now(self, pairs: Sequence[ParameterPair], with_copies: bool) -> None:
         assert self._twins is not None
-        with self._twins.activate(), torch.no_grad():
+        with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
             self._settle_home(pairs)
             for pair in pairs:
                 pair.end_twin()
                 if with_copies:
-                    pair.move_copy(pair.parameter.device, is_away=False)
+                    pair.move_copy(pair.parameter.device, move, is_away=False)
             for optimizer in self._runner.options.optimizers:
-                self._move_states(optimizer)
+                self._move_states(optimizer, move)
         self._twins.end()
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
@@ -198,11 +198,12 @@ class DeviceSteps(PlainSteps):
         """What ``state_dict()`` gives, in tensors of the host: it may be loaded where there is no such device."""
         if not self.has_twins or self._runner.is_inside:
             return None
-        with self._on_device():
+        assert self._twins is not None
+        with self._twins.backend.moving() as move:
             host = torch.device("cpu")
-            return {**state, "state": {key: _moved(value, host) for key, value in state["state"].items()}}
+            return {**state, "state": {key: _moved(value, host, move) for key, value in state["state"].items()}}
 
-    def _move_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def _move_states(self, optimizer: torch.optim.Optimizer, move: Move = moved_at_once) -> None:
         """Bring an optimizer's states of copies to where these are."""
         copies = {id(pair.copy) for pair in self._pairs if pair.copy is not None}
         for group in optimizer.param_groups:
@@ -212,7 +213,7 @@ class DeviceSteps(PlainSteps):
                     state, device = optimizer.state[parameter], parameter.device
                     for name, value in state.items():
                         stays = name in OF_THE_WHOLE and not counts_there
-                        state[name] = _moved(value, torch.device("cpu") if stays else device)
+                        state[name] = _moved(value, torch.device("cpu") if stays else device, move)
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
@@ -255,10 +256,10 @@ def _states_bytes(optimizer: torch.optim.Optimizer, copies: Sequence[torch.Tenso
     return sum(sizes_bytes[each] if each in sizes_bytes else math.ceil(share * each.nbytes) for each in copies)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device, move: Move) -> Any:
     """A state with its tensors on a device."""
     if isinstance(value, torch.Tensor):  # looked at for each parameter before each step
-        return value if value.device == device else value.to(device)
+        return value if value.device == device else move(value, device)
     if not any(tensor.device != device for tensor in trees.tensors(value)):
         return value
-    return trees.map_tensors(value, lambda tensor: tensor.to(device))
+    return trees.map_tensors(value, lambda tensor: tensor if tensor.device == device else move(tensor, device))

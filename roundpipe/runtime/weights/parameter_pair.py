@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain
+from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
@@ -187,16 +188,18 @@ class ParameterPair:
             own = own.to(self.twin.weights.device)
             self.twin.weights.grad = own if gradient is None else gradient + own
 
-    def move_copy(self, device: torch.device, *, is_away: bool) -> None:
-        """Bring the copy and its gradient to a device, or home."""
+    def move_copy(self, device: torch.device, move: Move, *, is_away: bool) -> None:
+        """Bring the copy and its gradient to a device, or home; read them behind the context of ``move``."""
         if self.copy is None or self.is_away == is_away:
             return
         was_shown = self.shown is not None
         self.take_back()
         gradient, self.copy.grad = self.copy.grad, None
         self.spare, self.early = None, EarlyGradient()
-        self.copy.data = on_huge_pages(torch.empty_like(self.copy.data, device=device)).copy_(self.copy.data)
-        self.copy.grad = None if gradient is None else gradient.to(device)
+        self.copy.data = move(self.copy.data, device)
+        if gradient is not None and gradient.device != device:
+            gradient = gradient.to(device) if was_shown else move(gradient, device)
+        self.copy.grad = gradient
         self.is_away = is_away
         if was_shown:
             self.show_gradient()
