@@ -53,6 +53,9 @@ class ExpectedOptimizer:
     def suits(self) -> bool:
         return True
 
+    def foresees(self) -> bool:
+        return False
+
     @property
     def has_twins(self) -> bool:
         return bool(self.lives)

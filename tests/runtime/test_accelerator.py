@@ -396,15 +396,3 @@ def test_what_others_take_is_not_planned_for():
     del taken
     backend.note_others(0)
     assert backend.take_budget() >= 0.99 * before
-
-
-@pytest.mark.parametrize("numel", [3, 2**18, 2**26 + 17])
-def test_what_moves_by_way_of_pinned_pieces_arrives(numel):
-    backend = AcceleratorBackend(Device("cuda:0"), "worker 0")
-    given = [torch.randn(numel), torch.arange(numel), torch.randn(numel).bfloat16().t()]
-    with backend.moving() as move:
-        there = [move(each, backend.device) for each in given]
-    with backend.moving() as move:
-        home = [move(each, torch.device("cpu")) for each in there]
-    for each, moved in zip(given, home, strict=True):
-        assert moved.device.type == "cpu" and torch.equal(moved, each)

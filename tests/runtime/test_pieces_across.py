@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from roundpipe.runtime.device import pieces_across
+from roundpipe.runtime.device.accelerator import AcceleratorBackend
+from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.device.pieces_across import NUM_BUFFERS, PiecesAcross
 from tests.runtime import test_twins
@@ -110,3 +112,17 @@ def test_training_is_the_same(monkeypatch, tmp_path, is_async):
     test_twins.test_whatever_happens_between_steps(is_async, tmp_path)
     assert any(len(stream.events) > NUM_BUFFERS for stream in streams)
     assert all(event.is_over for stream in streams for event in stream.events)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none")
+@pytest.mark.parametrize("numel", [3, 2**18, 2**26 + 17])
+def test_what_moves_by_way_of_pinned_pieces_arrives(numel):
+    backend = AcceleratorBackend(Device("cuda:0"), "worker 0")
+    given = [torch.randn(numel), torch.arange(numel), torch.randn(numel).bfloat16().t()]
+    with backend.moving() as move:
+        there = [move(each, backend.device) for each in given]
+    with backend.moving() as move:
+        home = [move(each, torch.device("cpu")) for each in there]
+    for each, moved in zip(given, home, strict=True):
+        assert moved.device.type == "cpu" and torch.equal(moved, each)

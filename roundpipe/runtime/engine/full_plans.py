@@ -3,7 +3,8 @@
 Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). With
 ``residency="full"`` such a plan is taken if it is predicted to be no slower than the one that streams; with ``"auto"``,
 on an accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
-(`roundpipe.runtime.optimizer.unasked`). Once a step has run out of memory fewer layers stay, or none if all had.
+(`roundpipe.runtime.optimizer.unasked`). Where everything has room by far, that is before the first step. Once a step
+has run out of memory fewer layers stay, or none if all had.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
 MOST_SLOWER = 0.03
 """Share by which a plan with fewer layers may be slower than the best so far, and still fewer are looked at."""
+ROOMY_SHARE = 0.75
+"""Of the memory for plans, what is enough for everything before anything was measured."""
+LEAST_AT_ONCE_BYTES = 2**28
+"""Of gradients of weights that are not to move later; fewer move, with all that is theirs, in a moment."""
 
 
 @dataclass(slots=True)
@@ -110,7 +115,7 @@ class FullPlans:
         """The plan for a call, if it may take the place of the one that streams; sets `Call.has_twins`."""
         call.has_twins, self._budget_bytes = False, budget_bytes
         record = self._costs.record(call.chain)
-        if not self.wants(call):
+        if not (self.wants(call) or self._begins_at_once(call, streamed, streamed_s, budget_bytes)):
             return streamed
         if budget_bytes is None or not (call.chain.example_elements or record.memory()):
             self.is_over |= call.config.residency != FULL  # or it would be asked at each call
@@ -128,6 +133,30 @@ class FullPlans:
         if not there and not call.is_evaluation:
             self._costs.measure_anew(call.chain)
         return kept.found.plan
+
+    def _begins_at_once(
+        self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int | None
+    ) -> bool:
+        """Whether everything is to live on the device from the first step on; keeps the plan.
+
+        Where it has room by far, nothing that is measured meanwhile would change that. What the optimizer makes is made
+        there, where it was made on the host, in memory that is touched for the first time, and moved some steps later.
+        """
+        optimizer, config = self._optimizer, call.config
+        is_free = config.residency == "auto" and config.execute_plan is None and not call.is_evaluation
+        if optimizer is None or budget_bytes is None or self.is_over or not (is_free and self._accelerators):
+            return False
+        costs = self._costs.of(call.chain, call.elements(), call.tiles)
+        is_large = sum(cost.gradient_bytes for cost in costs) >= LEAST_AT_ONCE_BYTES
+        knows_memory = call.chain.example_elements or self._costs.record(call.chain).memory()
+        if not (is_large and knows_memory and self._of(call) is None and optimizer.foresees() and self._may(call)):
+            return False
+        plans = PlansBeside(self._costs, call, streamed, int(ROOMY_SHARE * budget_bytes), optimizer, is_unasked=True)
+        if (found := plans.of_all()) is None or found.seconds > (1 + MOST_SLOWER) * streamed_s():
+            return False
+        self._tell(f"{_described(call, found)} live on the device from the first step on")
+        self._keep(call, _FullPlan(found))
+        return True
 
     def _look_again(
         self, call: Call, kept: _FullPlan, streamed: ExecutePlan, budget_bytes: int, there: frozenset[int]

@@ -64,6 +64,9 @@ class OptimizerFacts(Protocol):
     def suits(self) -> bool:
         """Whether copies may go to the device without that anyone has asked for it."""
 
+    def foresees(self) -> bool:
+        """Whether it is known before the first step which optimizers make it, and nothing speaks against a move."""
+
     def lives_there(self, parameter: torch.Tensor) -> bool:
         """Whether one of the model's parameters lives on the device."""
 

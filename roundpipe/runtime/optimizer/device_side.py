@@ -19,6 +19,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.backend import Event, Move, moved_at_once
+from roundpipe.runtime.optimizer.foreseen import num_states
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.optimizer.temporaries import bytes_of_unknown, temporary_bytes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
@@ -36,6 +37,8 @@ class DeviceSteps(PlainSteps):
         self._twins = twins
         self._given: Event | None = None
         """After what the latest update gave to the device."""
+        self._is_foreseen = False
+        """Whether it was known before the first step which optimizers make it."""
 
     @property
     def has_twins(self) -> bool:
@@ -45,7 +48,8 @@ class DeviceSteps(PlainSteps):
     @property
     def may_have_twins(self) -> bool:
         """Whether they could: the loop updates by `RoundPipe.step`, by optimizers that leave the model alone."""
-        is_plain = self._twins is not None and self._ranks is None and self._loop == "steps"
+        is_stepped = self._loop == "steps" or (self._loop == "unknown" and self._is_foreseen)
+        is_plain = self._twins is not None and self._ranks is None and is_stepped
         return is_plain and not (self._closed or self._evaluates or self._runner.is_inside or self._pairs.is_aside)
 
     @property
@@ -71,7 +75,7 @@ class DeviceSteps(PlainSteps):
         for optimizer in self._runner.options.optimizers:
             of_it = [each for group in optimizer.param_groups for each in group["params"] if id(each) in copies]
             in_pieces = self._runner.pieces.suit(optimizer)
-            num_bytes += _states_bytes(optimizer, of_it)
+            num_bytes += _states_bytes(optimizer, of_it) if optimizer.state else _foreseen_bytes(optimizer, copies)
             temporaries_bytes = max(temporaries_bytes, temporary_bytes(optimizer, of_it, in_pieces=in_pieces))
             for each in of_it:
                 others.pop(id(each), None)
@@ -185,14 +189,18 @@ class DeviceSteps(PlainSteps):
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to step; its states may have been loaded or made where its parameters are no more."""
         if self._runner.is_inside:
-            if self._runner.options.steps(optimizer):
-                on_host = weakref.WeakMethod(self._state_on_host)
-                optimizer.register_state_dict_post_hook(
-                    lambda optimizer, state: None if (method := on_host()) is None else method(state)
-                )
+            self._know(optimizer)
             if self.has_twins:
                 self._move_states(optimizer)
             self._runner.pieces.away = {id(pair.copy) for pair in self._pairs if pair.is_away}
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """It steps in ``step_fn``, or will."""
+        if self._runner.options.steps(optimizer):
+            on_host = weakref.WeakMethod(self._state_on_host)
+            optimizer.register_state_dict_post_hook(
+                lambda optimizer, state: None if (method := on_host()) is None else method(state)
+            )
 
     def _state_on_host(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """What ``state_dict()`` gives, in tensors of the host: it may be loaded where there is no such device."""
@@ -254,6 +262,16 @@ def _states_bytes(optimizer: torch.optim.Optimizer, copies: Sequence[torch.Tenso
     sizes_bytes = {each: sum(tensor.nbytes for tensor in trees.tensors(state)) for each, state in states.items()}
     share = max((size / max(each.nbytes, 1) for each, size in sizes_bytes.items()), default=0.0)
     return sum(sizes_bytes[each] if each in sizes_bytes else math.ceil(share * each.nbytes) for each in copies)
+
+
+def _foreseen_bytes(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> int:
+    """The states of copies, given by their ids, that an optimizer will make in its first step, as far as is known."""
+    return sum(
+        (num_states(optimizer, group) or 0) * each.nbytes
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if id(each) in copies
+    )
 
 
 def _moved(value: Any, device: torch.device, move: Move) -> Any:

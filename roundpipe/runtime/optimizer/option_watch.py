@@ -13,12 +13,12 @@ class OptionWatch:
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those that have stepped in ``step_fn``."""
+        """Those that have stepped in ``step_fn``, or are known to be about to."""
         self._asked: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._is_told = False
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """One steps, in ``step_fn``; whether it is the first time."""
+        """One steps in ``step_fn``, or will; whether that is new."""
         is_first = optimizer not in self.optimizers
         self.optimizers.add(optimizer)
         return is_first

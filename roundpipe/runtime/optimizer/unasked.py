@@ -5,6 +5,8 @@ follow the copies. The optimizer's copies come home before code outside of ``ste
 (`roundpipe.core.watched`), and after a ``step_fn`` that has used them with tensors of the host (`as_on_host`); for good
 then, since it would again. They never leave if somebody has looked in the steps before, while updates were measured,
 or if something else is not known to stand the move: `suits`.
+Where all has room by far they are there from the first step on (`roundpipe.runtime.engine.full_plans`), if torch's own
+optimizers have been made of them before: `foresees`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import has_views, unwatch, watch
 from roundpipe.runtime.optimizer.as_on_host import as_on_host
 from roundpipe.runtime.optimizer.device_side import DeviceSteps
+from roundpipe.runtime.optimizer.foreseen import optimizers_of
 from roundpipe.runtime.optimizer.update_times import UpdateTimes
 from roundpipe.runtime.weights.twins import Twins
 
@@ -41,6 +44,7 @@ class UnaskedSteps(DeviceSteps):
         """Why copies stay on the host from now on."""
         self._noted: int | None = None
         """Updates when it began to be watched whether anybody looks."""
+        self._has_foreseen = False
 
     @property
     def is_unasked(self) -> bool:
@@ -71,6 +75,22 @@ class UnaskedSteps(DeviceSteps):
         """Whether copies are on a device, and nothing has shown that they had better not be."""
         return self.is_unasked and not self._over
 
+    def foresees(self) -> bool:
+        """Whether it is known before the first step which optimizers make it, and nothing speaks against a move.
+
+        It is looked at once.
+        """
+        if self._has_foreseen or self.num_steps or self._over or self._loop != "unknown":
+            return False
+        self._has_foreseen = True
+        self._rest("a plan")
+        copies = [pair.copy for pair in self._pairs if pair.parameter.requires_grad]
+        found = optimizers_of([copy for copy in copies if copy is not None]) if None not in copies else []
+        for optimizer in found:
+            self._know(optimizer)
+        self._is_foreseen = bool(found) and not self._reason(is_packed=False)
+        return self._is_foreseen
+
     def suits(self) -> bool:
         """Whether copies may go to a device without that anyone has asked for it."""
         self._rest("a plan")
@@ -78,8 +98,8 @@ class UnaskedSteps(DeviceSteps):
             self._end_unasked(self._reason())
         return not self._over
 
-    def _reason(self) -> str:
-        """Why that would show; empty if it would not."""
+    def _reason(self, is_packed: bool = True) -> str:
+        """Why that would show; empty if it would not. ``is_packed``: whether weights lie where they will by now."""
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
         for optimizer in self._runner.options.optimizers:
             kind = type(optimizer)
@@ -94,7 +114,7 @@ class UnaskedSteps(DeviceSteps):
             if pair.copy is None or not is_plain(pair.copy) or has_views(pair.copy):
                 return f"other tensors lie in the memory of the optimizer's copy of {pair.names[0]}"
             is_there = self._twins is not None and self._twins.backend.device.type == "cpu"
-            if not (is_there or pair.parameter.is_pinned()):
+            if is_packed and not (is_there or pair.parameter.is_pinned()):
                 return f"{pair.names[0]} is not in pinned memory"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "torch.distributed is in use"
@@ -114,6 +134,7 @@ class UnaskedSteps(DeviceSteps):
         """`begin_twins`, if all `suits`."""
         assert self._twins is not None
         self._twins.is_unasked = True
+        self._noted = self.num_steps if self._noted is None else self._noted
         try:
             self.begin_twins(parameters, num_bytes)
         except BaseException:
@@ -129,7 +150,7 @@ class UnaskedSteps(DeviceSteps):
 
     def _before_look(self) -> None:
         super()._before_look()
-        if self.num_steps:
+        if self.num_steps or self.is_unasked:
             self._looked("optim_parameters() was called after the first step")
 
     def _looked(self, what: str = "code outside of step_fn looked at the optimizer's copies") -> None:
