@@ -14,7 +14,8 @@ the new ones, where a token costs what it does on average; its traces and the fi
         --width 2048 --vocabulary 32000 --case 8 512 64 --case 8 512 64 40%
 
 A case is a number of prompts, their tokens, new ones and, if the device has a limit, its bytes or a share of the
-weights' bytes. In float32 all must make the same tokens; in half precision a loop without a cache rounds otherwise.
+weights' bytes. In float32 all must make the same tokens. In half precision many logits of random weights are equal, so
+even plain PyTorch makes other tokens in its second call; the share of equal ones is told.
 """
 
 from __future__ import annotations
@@ -239,8 +240,11 @@ class Measurement:
             for pair in zip(row[start:], others[start:end], strict=True)
         ]
         sample["equal_tokens"] = sum(one == other for one, other in pairs) / len(pairs)
-        if sample["equal_tokens"] < 1 and (self._is_exact or way == "generate"):
-            raise Failed(f"{way}: {1 - sample['equal_tokens']:.1%} of the tokens are other than plain's")
+        if sample["equal_tokens"] < 1:
+            different = f"{way}: {1 - sample['equal_tokens']:.1%} of the tokens are other than plain's"
+            if self._is_exact:
+                raise Failed(different)
+            print(different)
         return sample
 
     @contextlib.contextmanager
@@ -291,7 +295,11 @@ def main(arguments: list[str] | None = None) -> int:
     for batch, prompt, tokens, *budget in options.case:
         case = {"batch": int(batch), "prompt": int(prompt), "tokens": int(tokens), "budget": "".join(budget)}
         cases.append(sizes | case)
-    versions = {"transformers": transformers.__version__, "loop_of_commit": commit_of(options.checkout)}
+    versions = {"transformers": transformers.__version__}
+    versions |= {
+        "loop_of_commit": commit_of(options.checkout),
+        "generate_of_commit": commit_of(Path(__file__).parents[1]),
+    }
     found: list[dict[str, Any]] = []
     servers = Servers(cases, options)
     with contextlib.closing(servers):

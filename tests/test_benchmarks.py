@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,36 @@ def test_generation_before(tmp_path: Path) -> None:
     assert found["generate"]["of_loop"]["s"] > 0 and found["generate"]["of_plain"]["s"] > 0
     assert not found["failed"] and {"generate", "loop"} == tight["failed"].keys(), "one that fails ends no other"
     assert tight["sizes"]["budget_bytes"] == tight["sizes"]["weight_bytes"] // 100 and tight["per_token"]["plain"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_tokens_than_plains_are_no_failure_in_half_precision(dtype: str) -> None:
+    """There, plain PyTorch itself makes others in its next call."""
+
+    class Server:
+        def __init__(self, last: int) -> None:
+            self._last = last
+
+        def ask(self, tokens: list[list[int]], num_new: int) -> tuple[dict[str, float], list[list[int]]]:
+            return {"s": 1.0, "cpu_s": 1.0}, [[*row, 1, self._last][: len(row) + num_new] for row in tokens]
+
+    class Servers:
+        def get(self, way: str, case: Any) -> tuple[Server, dict[str, Any]]:
+            return Server(2 if way == "plain" else 3), {}
+
+        def drop(self, way: str, case: Any) -> None:
+            pass
+
+    case = {"batch": 1, "prompt": 3, "tokens": 2, "vocabulary": 8, "budget": ""}
+    options = SimpleNamespace(dtype=dtype, loop_tokens=1)
+    measurement = importlib.import_module("generation_before").Measurement(case, Servers(), options)
+    measurement.warm_up(0)
+    measurement.run()
+    found = measurement.results()
+    if dtype == "float32":
+        assert "50.0%" in found["failed"]["generate"] and "of_plain" not in found["generate"]
+    else:
+        assert not found["failed"] and found["per_token"]["generate"]["equal_tokens"] == 0.5
 
 
 @pytest.mark.long
