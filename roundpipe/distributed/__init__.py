@@ -14,11 +14,13 @@ from roundpipe.distributed.gradients import sum_tied_gradients
 from roundpipe.distributed.module import StageModule, model_outputs
 from roundpipe.distributed.partition import partition_stages
 from roundpipe.distributed.stage import ModelStage, pipeline_stage
+from roundpipe.distributed.state import StageState
 from roundpipe.distributed.weights import parameters_on_meta, save_stages
 
 __all__ = [
     "ModelStage",
     "StageModule",
+    "StageState",
     "model_outputs",
     "parameters_on_meta",
     "partition_stages",

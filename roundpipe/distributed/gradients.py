@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from roundpipe.core.checks import check_type, items_of
-from roundpipe.core.errors import ConfigError
-from roundpipe.distributed.stage import ModelStage
+from roundpipe.distributed.stage import ModelStage, stages_of_this_rank
 
 
 def sum_tied_gradients(stages: ModelStage | Sequence[ModelStage]) -> None:
@@ -21,13 +19,7 @@ def sum_tied_gradients(stages: ModelStage | Sequence[ModelStage]) -> None:
     Args:
         stages: all of this rank, in the order of their indexes.
     """
-    advice = "the stages of this rank, as pipeline_stage made them"
-    given = [stages] if isinstance(stages, ModelStage) else items_of("stages", stages, advice)
-    for each in given:
-        check_type("an item of stages", each, ModelStage, advice)
-    local = {stage.stage_index: stage for stage in given}
-    if not local:
-        raise ConfigError("stages: sum_tied_gradients needs the stages of this rank; there are none")
+    local = {stage.stage_index: stage for stage in stages_of_this_rank(stages)}
     stage = next(iter(local.values()))
     for tie in stage.submod.stage_program.whole.ties:
         own = [local[index].submod.get_parameter(tie.name) for index in tie.stages if index in local]

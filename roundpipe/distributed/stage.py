@@ -152,6 +152,17 @@ class _EarlierStage(ModelStage):
         return [info.buffer for info in infos if info.buffer is not None]
 
 
+def stages_of_this_rank(stages: ModelStage | Sequence[ModelStage]) -> list[ModelStage]:
+    """The stages that an argument called ``stages`` gives: one, or several."""
+    advice = "the stages of this rank, as pipeline_stage made them"
+    given = [stages] if isinstance(stages, ModelStage) else items_of("stages", stages, advice)
+    for each in given:
+        check_type("an item of stages", each, ModelStage, advice)
+    if not given:
+        raise ConfigError(f"stages is empty; give {advice}")
+    return given
+
+
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Runs inside write to copies of a module's buffers."""

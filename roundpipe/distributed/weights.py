@@ -98,8 +98,8 @@ def save_stages(stages: Any, folder: str | os.PathLike[str]) -> None:
 
     Called on every rank of the pipeline. Each writes its own file; the first writes the index, when all files are
     there. The folder can be read by ``from_pretrained``, by `pipeline_stage` with any number of stages, and by
-    ``RoundPipe.load_checkpoint(folder, weights_only=True)``. For states of optimizers, use
-    ``torch.distributed.checkpoint``.
+    ``RoundPipe.load_checkpoint(folder, weights_only=True)``. For states of optimizers there is
+    `StageState`.
 
     Args:
         stages: those of this rank: one, or a list.

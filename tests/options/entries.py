@@ -342,6 +342,10 @@ ENTRIES: dict[str, Entry] = {
         lambda **given: ranks.save_stages(**{"stages": stages(), "folder": "there", **given}),
         {"stages": NOTHING, "folder": NOTHING},
     ),
+    "distributed.StageState": Entry(
+        lambda **given: ranks.StageState(**{"stages": [], "optimizer": None, **given}),
+        {"stages": NOTHING, "optimizer": takes(either=("None",))},
+    ),
     "distributed.sum_tied_gradients": Entry(lambda **given: ranks.sum_tied_gradients(**given), {"stages": NOTHING}),
     "distributed.model_outputs": Entry(
         lambda **given: ranks.model_outputs(**{"stage": stages()[-1], "tensors": batch()[0], **given}),
