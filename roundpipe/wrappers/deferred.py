@@ -30,7 +30,7 @@ from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.wrappers.recovery import learn_later, run_step
+from roundpipe.wrappers.recovery import LateShortage, run_step
 from roundpipe.wrappers.session import Session
 
 _OutputPlace = tuple[int, str, int]
@@ -67,12 +67,14 @@ class DeferredBackward:
             self.session.optimizer.begin_backward()
         spec = self.builder.backward_step(forward.spec, self.call, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
+            shortage = LateShortage(self.session, self.builder.plans, self.call, spec.schedule.plan)
             try:
-                when_short = learn_later(self.session, self.builder.plans, self.call, spec)
-                step = self.session.engine.run(spec, forward.values, incoming, forward.forward, when_short=when_short)
+                step = self.session.engine.run(spec, forward.values, incoming, forward.forward, when_short=shortage)
             except OUT_OF_MEMORY as error:
                 add_note(error, "roundpipe: only forward_backward is planned anew, not the backward of a forward")
-                raise
+                if not self.builder.plans.has_budget:
+                    raise
+                raise shortage.refusal(error) from error
         # behind all of the backward: modules on the host have gradients, too
         torch.autograd.Variable._execution_engine.queue_callback(self.session.optimizer.end_call)
         return step.input_gradients()

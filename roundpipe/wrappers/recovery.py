@@ -7,13 +7,13 @@ the next attempt leaves them out; where a loss may have added some by itself (`h
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from roundpipe.core.errors import DeviceMemoryError, release_frames, said
+from roundpipe.core.errors import DeviceMemoryError, add_note, release_frames, said
 from roundpipe.core.module_tree import buffers_in
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.run_once import FirstCall
@@ -75,7 +75,7 @@ def run_step(
             raise DeviceMemoryError(f"{error}. {plans.options.proposal(call)}") from None
         plan = spec.schedule.plan
         try:
-            when_short = learn_later(session, plans, call, spec)
+            when_short = LateShortage(session, plans, call, plan)
             step = session.engine.run(spec, values, added=added, when_short=when_short)
         except OUT_OF_MEMORY as error:
             if before is None or gradients is None:  # nobody asked for a limit: the error is from the user's code
@@ -117,19 +117,36 @@ def _release_memory(session: Session, plans: PlanChooser) -> None:
     plans.set_budgets(session.engine.take_budgets())
 
 
-def learn_later(session: Session, plans: PlanChooser, call: Call, spec: StepSpec) -> Callable[[str], None]:
-    """What takes in that a step ran out of memory, for a reason, without that its call has learnt of it."""
-    return functools.partial(_learn, session, plans, call, spec.schedule.plan)
+@dataclass(frozen=True, slots=True)
+class LateShortage:
+    """What is done if a call's step runs out of memory and the call does not learn of it: see `Shortage`."""
 
+    session: Session
+    plans: PlanChooser
+    call: Call
+    plan: ExecutePlan
 
-def _learn(session: Session, plans: PlanChooser, call: Call, plan: ExecutePlan, reason: str) -> None:
-    _release_memory(session, plans)
-    has_smaller = shrink(plans, call, plan)
-    logger.warning(
-        "%s ran out of device memory with %d stages at the end of a round%s (%s). More microbatches, "
-        "recompute_grain='layer' or tiles need less from the start",
-        session.name,
-        plan.num_stages,
-        "; the next ones have a smaller plan" if has_smaller else "",
-        reason,
-    )
+    def learn(self, reason: str) -> None:
+        _release_memory(self.session, self.plans)
+        has_smaller = shrink(self.plans, self.call, self.plan)
+        logger.warning(
+            "%s ran out of device memory with %d stages at the end of a round%s (%s). More microbatches, "
+            "recompute_grain='layer' or tiles need less from the start",
+            self.session.name,
+            self.plan.num_stages,
+            "; the next ones have a smaller plan" if has_smaller else "",
+            reason,
+        )
+
+    def refusal(self, error: BaseException) -> DeviceMemoryError:
+        """Has the notes of the error, whose tensors are let go of."""
+        call, reason = self.call, said(error).partition("\n")[0]
+        refusal = DeviceMemoryError(
+            f"{self.session.name} is out of memory in a backward with {call.num_microbatches} microbatches, "
+            f"{self.plan.num_stages} stages and recompute_grain={call.config.recompute_grain!r}, which is not run by "
+            f"another plan: {reason}. {proposal(self.plans, call, self.plan)}"
+        )
+        for note in getattr(error, "__notes__", ()):
+            add_note(refusal, note)
+        release_frames(error)
+        return refusal

@@ -1,8 +1,8 @@
 """Out of memory at the end of a round whose call has returned: the worker runs its stage again; numbers are eager's."""
 
 import copy
-import itertools
 import logging
+import re
 import threading
 import warnings
 
@@ -11,146 +11,29 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.schedule import Phase
-from roundpipe.runtime.device.backend import Device, Lane
-from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.core import trees
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.engine import kept_runs
-from roundpipe.runtime.engine.runner import MicrobatchRunner
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.worker import Worker
-from roundpipe.runtime.weights.residency import Visit
+from roundpipe.runtime.weights.residents import Residents
 from tests.repeats import repeats
-from tests.runtime.cases_overlap import LR, eager, stale_loop
-from tests.runtime.models import DTYPE, assert_same, batch, config, gradients, skip_chain, square_loss
-
-ROOM = 10**6
-NUM = 3
-PLANS = {
-    "stages": roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)]),
-    "one stage": roundpipe.ExecutePlan([(0, 5)], (5, 6), [(0, 5)]),
-    "short stages": roundpipe.ExecutePlan([(0, 3)], (3, 6), [(2, 3), (1, 2), (0, 1)]),
-}
-
-
-class Fault:
-    """Raises out of memory at some visits of a place, once the call has returned; ``at`` is empty: never."""
-
-    def __init__(self):
-        self.at = range(0)
-        self.visits = itertools.count()
-        self.returned = threading.Event()
-        self.num_raised = 0
-
-    def visit(self, *, waits=True):
-        if not self.at:
-            return
-        if waits:
-            assert self.returned.wait(20), "the call did not return"
-        if next(self.visits) in self.at:
-            self.num_raised += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-# private, since no code of the user's runs there
-PLACES = {
-    "recomputation": (Stage, "recompute", "before"),
-    "backward": (Stage, "backward", "before"),
-    "behind a backward": (Stage, "backward", "behind"),
-    "values": (MicrobatchRunner, "_upload_gradients", "before"),
-    "gradients of values": (MicrobatchRunner, "_download_gradients", "before"),
-    "gradients of weights": (CpuBackend, "download", "before"),
-    "weights": (Visit, "__init__", "behind"),
-}
-
-
-def break_at(monkeypatch, fault, place):
-    owner, name, when = PLACES[place]
-    real, running = getattr(owner, name), threading.local()
-    run = MicrobatchRunner.run
-    prefetch = Worker._prefetch  # only it knows of which stage weights are
-
-    def noted(self, step, job, *args):
-        running.phase = job.phase
-        run(self, step, job, *args)
-
-    def noted_before(self, step, job):  # those of stages that the call waits for are run again by the call
-        running.uploads = job.phase
-        prefetch(self, step, job)
-
-    def broken(self, *args, **kwargs):
-        phase = getattr(running, "phase", None)
-        is_there = phase is Phase.BACKWARD
-        if place == "weights":
-            is_there = getattr(running, "uploads", None) is Phase.BACKWARD
-        if place == "gradients of weights":  # a call waits for buffers, which come down with those of the losses
-            is_there = args[1:] == (Lane.GRADIENTS,) and phase is not Phase.FORWARD
-        waits = phase is Phase.BACKWARD and place != "weights"
-        if is_there and when == "before":
-            fault.visit(waits=waits)
-        result = real(self, *args, **kwargs)
-        if is_there and when == "behind":
-            fault.visit(waits=waits)
-        return result
-
-    monkeypatch.setattr(MicrobatchRunner, "run", noted)
-    monkeypatch.setattr(Worker, "_prefetch", noted_before)  # as above
-    monkeypatch.setattr(owner, name, broken)
-
-
-class Block(nn.Module):
-    def __init__(self, width=6):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
-
-    def forward(self, value):
-        return value + torch.tanh(self.norm(self.linear(value)))
-
-
-def model_of(depth=6):
-    torch.manual_seed(1)
-    return nn.Sequential(*(Block() for _ in range(depth))).to(DTYPE)
-
-
-def skips():
-    torch.manual_seed(1)
-    return skip_chain()
-
-
-BUILDS = {"norms": model_of, "skips": skips}
-
-
-def run(model, fault, at=(), *, workers=1, plan=None, grain="stage", steps=5, memory_bytes=ROOM):
-    """Asynchronous steps of SGD; faults are in the third round or later, and the caller writes into each batch."""
-    batches = [batch(9, seed=i) for i in range(steps)]
-    expected = copy.deepcopy(model)
-    weights = stale_loop(expected, batches, NUM, 1)
-    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=memory_bytes)] * workers) as piped:
-        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
-        run_config = config(NUM, grain, plan, preserve_rng_state=False)
-        for k, value in enumerate(batches):
-            value = value.clone()
-            if k == 2:
-                fault.at = at
-            piped.forward_backward((value,), loss_fn=square_loss, run_config=run_config)
-            value.fill_(float("nan"))
-            if k == 2:
-                fault.returned.set()
-            handle = piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-            if k == 1:
-                handle.wait()  # or the fault would be in a round before
-        model.eval()
-        piped.forward_loss((batches[0],), loss_fn=square_loss, run_config=run_config)  # logs what the last round met
-        piped.synchronize()
-        engine = piped._session.engine  # no report has what is in use now
-        engine.release_memory()
-        assert [backend.ledger.total_bytes for backend in engine.backends] == [0] * workers
-    for found, each in zip(model.parameters(), weights, strict=True):
-        torch.testing.assert_close(found, each, rtol=0, atol=1e-9)
-    assert_same(dict(model.named_buffers()), dict(expected.named_buffers()), atol=1e-9)
-
-
-def shortages(caplog):
-    return [record.message for record in caplog.records if "ran out of device memory" in record.message]
+from tests.runtime.cases_overlap import LR, eager
+from tests.runtime.cases_shortage import (
+    BUILDS,
+    NUM,
+    PLACES,
+    PLANS,
+    ROOM,
+    Fault,
+    break_at,
+    model_of,
+    run,
+    shortages,
+    skips,
+)
+from tests.runtime.models import DTYPE, assert_same, batch, config, gradients, mlp, square_loss
 
 
 @pytest.mark.parametrize(
@@ -159,7 +42,7 @@ def shortages(caplog):
         [
             (place, at, build, plan, grain, workers)
             for place in PLACES
-            for at in (range(3) if place == "weights" else (*range(6), "often"))  # a visit's come up once
+            for at in (*range(3 if place == "weights" else 6), "often", "twice")  # weights come up once per visit
             for build in BUILDS
             for plan in PLANS
             for grain, workers in (("stage", 1), ("layer", 1), ("stage", 2), ("layer", 2), ("stage", 3))
@@ -182,6 +65,7 @@ def shortages(caplog):
             "gradients of weights-5-norms-stages-layer-2",
             "weights-1-norms-stages-stage-2",
             "weights-2-skips-short stages-layer-2",
+            *(f"{place}-twice-skips-stages-stage-2" for place in PLACES),
         ],
     ),
 )
@@ -190,7 +74,7 @@ def test_a_round_that_runs_out_of_memory_late_has_eagers_numbers(
 ):
     fault = Fault()
     break_at(monkeypatch, fault, place)
-    at = {1, 30, 60} if at == "often" else {at}
+    at = {"often": {1, 30, 60}, "twice": {1, 2}}.get(at, {at})
     with caplog.at_level(logging.WARNING, logger="roundpipe"):
         run(BUILDS[build](), fault, at, workers=workers, plan=PLANS[plan], grain=grain)
     assert fault.num_raised
@@ -210,10 +94,11 @@ def test_later_rounds_have_a_smaller_plan(monkeypatch, caplog, workers):
 def test_a_stage_that_runs_out_of_memory_again_is_an_error_of_the_next_call(monkeypatch):
     fault = Fault()
     break_at(monkeypatch, fault, "backward")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    with pytest.raises(DeviceMemoryError) as caught:
         run(model_of(), fault, range(1, 1000), plan=PLANS["stages"])
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert any("its gradients are not whole" in note for note in caught.value.__notes__)
-    assert fault.num_raised >= 2
+    assert fault.num_raised >= 3
 
 
 def test_after_such_an_error_training_goes_on(monkeypatch):
@@ -227,7 +112,7 @@ def test_after_such_an_error_training_goes_on(monkeypatch):
         fault.at = range(1000)
         piped.forward_backward((batch(),), **options)
         fault.returned.set()
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(DeviceMemoryError):
             piped.synchronize()
         fault.at = ()
         piped.zero_grad()
@@ -242,15 +127,155 @@ def test_after_such_an_error_training_goes_on(monkeypatch):
 def test_without_room_on_the_host_a_stage_is_not_run_again(monkeypatch):
     fault = Fault()
     break_at(monkeypatch, fault, "backward")
-    monkeypatch.setattr(kept_runs, "HOST_LIMIT", Full())
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(kept_runs, "HOST_LIMIT", Asked(has_room=False))
+    with pytest.raises(DeviceMemoryError) as caught:
         run(model_of(), fault, {1}, plan=PLANS["stages"])
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert fault.num_raised == 1
 
 
-class Full:
+def test_what_others_read_later_needs_no_more_room_on_the_host(monkeypatch):
+    """A skip that two stages read in their backward is on the host until the second one is through, kept or not."""
+    asked = Asked()
+    monkeypatch.setattr(kept_runs, "HOST_LIMIT", asked)
+    plan = roundpipe.ExecutePlan([(0, 3), (3, 5)], (5, 6), [(3, 5), (1, 3), (0, 1)])
+    with roundpipe.RoundPipe(skips(), devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.step(lambda: None)  # rounds are asynchronous from then on
+        run_config = config(NUM, plan=plan, preserve_rng_state=False)
+        piped.forward_backward((batch(9),), loss_fn=square_loss, run_config=run_config)
+        piped.synchronize()
+    assert asked.bytes == [batch(9).nbytes // NUM] * 3 * NUM
+
+
+class Asked:
+    def __init__(self, *, has_room=True):
+        self._has_room = has_room
+        self.bytes = []
+
     def has_room(self, num_bytes):
-        return False
+        self.bytes.append(num_bytes)
+        return self._has_room
+
+
+def _raise_above(monkeypatch, most_rows):
+    """Backwards of microbatches of more rows, behind that of the loss, are out of memory."""
+    real = Stage.backward
+
+    def backward(self, recorded, incoming, microbatch):
+        rows = max(len(tensor) for tensor in trees.tensors(recorded.leaves))
+        if recorded.losses is None and rows > most_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, recorded, incoming, microbatch)
+
+    monkeypatch.setattr(Stage, "backward", backward)
+
+
+@pytest.mark.parametrize("kind, given", [("round", True), ("forward", True), ("forward", False)])
+def test_what_the_error_of_a_backward_proposes_works(monkeypatch, kind, given):
+    """Of a round whose call has returned, or of the backward of a ``forward``."""
+    model, value = mlp(), batch(12)
+    plan = roundpipe.ExecutePlan([(0, 2)], (2, 4), [(0, 2)]) if given else None
+
+    def backward(piped, number, grain):
+        options = config(number, grain, plan, preserve_rng_state=False)
+        if kind == "round":
+            piped.forward_backward((value,), loss_fn=square_loss, run_config=options)
+        else:
+            square_loss(piped(value, roundpipe_run_config=options), None).backward()
+        piped.synchronize()
+
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.step(lambda: None)
+        backward(piped, NUM, "stage")
+        piped.zero_grad()
+        _raise_above(monkeypatch, 2)
+        with pytest.raises(DeviceMemoryError, match="is predicted to fit") as caught:
+            backward(piped, NUM, "stage")
+        proposed = re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'", str(caught.value))
+        expected = copy.deepcopy(model)
+        expected.zero_grad()
+        piped.zero_grad()
+        backward(piped, int(proposed[1]), proposed[2])
+        eager(expected, value)
+        assert_same(gradients(model), gradients(expected), atol=1e-9)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_at_the_second_shortage_weights_of_other_stages_leave_the_device(monkeypatch, caplog, workers):
+    fault, left = Fault(), []
+    fault.returned.set()
+    break_at(monkeypatch, fault, "backward")
+    drop_others = Residents.drop_others
+
+    def noted(self, used):
+        before_bytes = self.num_bytes
+        drop_others(self, used)
+        left.append((self.num_bytes, before_bytes))
+
+    monkeypatch.setattr(Residents, "drop_others", noted)
+    model = mlp(depth=6)
+    for layer in (*model[:2], *model[3:5]):
+        layer.requires_grad_(False)
+    expected = copy.deepcopy(model)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)] * workers) as piped:
+        piped.step(lambda: None)
+        for k in range(3):
+            fault.at = {0, 1} if k == 1 else ()
+            run_config = config(NUM, plan=PLANS["stages"], preserve_rng_state=False)
+            piped.forward_backward((batch(9),), loss_fn=square_loss, run_config=run_config)
+            piped.synchronize()
+            eager(expected, batch(9))
+        assert_same(gradients(model), gradients(expected), atol=1e-9)
+    assert len(left) == 1 and left[0][0] < left[0][1]
+
+
+def test_weights_that_can_not_come_up_ahead_come_up_in_their_turn(monkeypatch):
+    """While the last stage of a round still runs, its worker begins with the weights of the next round."""
+    is_ahead, raised, calls = threading.local(), [], []
+    has_next = threading.Event()
+    # only the worker knows what it does ahead
+    look_ahead, prefetch, submit, backward = Worker._look_ahead, Worker._prefetch, Worker.submit, Stage.backward
+
+    def noted(self):
+        is_ahead.now = True
+        look_ahead(self)
+        is_ahead.now = False
+
+    def broken(self, step, job):
+        if has_next.is_set() and getattr(is_ahead, "now", False):
+            raised.append(job)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        prefetch(self, step, job)
+
+    def counted(self, step):
+        submit(self, step)
+        if len(calls) == 2:
+            has_next.set()
+
+    def held(self, recorded, incoming, microbatch):
+        if recorded.losses is None and calls:
+            assert has_next.wait(20), "there was no next round"
+        return backward(self, recorded, incoming, microbatch)
+
+    monkeypatch.setattr(Worker, "_look_ahead", noted)  # as above
+    monkeypatch.setattr(Worker, "_prefetch", broken)  # as above
+    monkeypatch.setattr(Worker, "submit", counted)
+    monkeypatch.setattr(Stage, "backward", held)
+    model = mlp(depth=6)
+    expected = copy.deepcopy(model)
+    run_config = config(NUM, plan=PLANS["one stage"], preserve_rng_state=False)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.step(lambda: None)
+        for k in range(4):
+            if k == 2:
+                piped.synchronize()  # or the round before would be held
+            if k >= 2:
+                calls.append(k)
+            piped.forward_backward((batch(9),), loss_fn=square_loss, run_config=run_config)
+            eager(expected, batch(9))
+        piped.synchronize()
+    assert raised
+    assert_same(gradients(model), gradients(expected), atol=1e-9)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

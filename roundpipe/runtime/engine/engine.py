@@ -24,7 +24,7 @@ from roundpipe.runtime.engine.host_values import HostGradients, HostValues
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
 from roundpipe.runtime.engine.spec import StepSpec
-from roundpipe.runtime.engine.step import StepState
+from roundpipe.runtime.engine.step import Shortage, StepState
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading, Recorder
 from roundpipe.runtime.profiling.start_log import StartLog
@@ -124,14 +124,14 @@ class Engine(Steps):
         gradients: HostGradients | None = None,
         forward: ForwardRecord | None = None,
         added: set[int] | None = None,
-        when_short: Callable[[str], None] | None = None,
+        when_short: Shortage | None = None,
     ) -> StepState:
         """Run a step to its end, or until its losses are known and all is drawn if it may outlive the call.
 
         A backward gets the gradients of the outputs, and what its forward left: values and a record. Values are used
         up. ``added`` are layers whose gradients an attempt before has added, and takes in those of this one. If workers
-        run out of memory and this does not raise it, `RunningSteps.take_short` gives ``when_short``. The first error of
-        a worker is raised as it was raised; the engine can run the next step then.
+        run out of memory and this does not raise it, ``when_short`` is asked: see `RunningSteps`. The first error of a
+        worker is raised as it was raised; the engine can run the next step then.
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from roundpipe.core import trees
-from roundpipe.core.schedule import Job, Phase, TaskKind
+from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.engine.host_values import HostValue
@@ -46,18 +46,21 @@ class KeptRuns:
         self._runs: dict[int, list[KeptRun]] = {}
         self._without: set[int] = set()
         """Jobs for which the host has no room."""
-        self._again: set[tuple[int, TaskKind]] = set()
-        """Jobs of which a task was run again."""
         self.shortage = ""
-        """Why a task was run again. Later stages then run layer by layer at once."""
+        """Why something was done again, or not ahead. Later runs of backward stages are layer by layer at once."""
 
     def keep(self, job: Job, microbatch: int) -> KeptRun | None:
-        """Keep what a run is about to take, if the stage may be run again."""
+        """Keep what a run is about to take, if the stage may be run again.
+
+        The host must have room for as much as the job would give back: the rest is kept for others anyway.
+        """
         if not self._spec.runs_again or job.index in self._without:
             return None
         there = self._values[microbatch]
-        names = {name for part in self._spec.flow_of(job).segments for name in part.takes if name in there}
-        if not HOST_LIMIT.has_room(sum(map(bytes_of, trees.tensors([there[name].value for name in names])))):
+        flow, kept = self._spec.flow_of(job), {run.microbatch for run in self.of(job)}
+        names = {name for part in flow.segments for name in part.takes if name in there}
+        dropped = [there[name].value for name in names.intersection(flow.drops) if microbatch not in kept]
+        if not HOST_LIMIT.has_room(sum(map(bytes_of, trees.tensors(dropped)))):
             self._without.add(job.index)
             self.end(job)
             return None
@@ -81,13 +84,14 @@ class KeptRuns:
         with self._board.lock:
             self._runs.pop(job.index, None)
 
-    def may_run_again(self, job: Job, task: TaskKind, reason: str) -> bool:
-        """Whether a task that ran out of memory, as a reason says, may be run again; each may once."""
-        is_run, key = task is TaskKind.RUN, (job.index, task)
-        if not self._spec.runs_again or job.phase is Phase.FORWARD or key in self._again:
+    def may_run_again(self, task: Task) -> bool:
+        """Whether a task that ran out of memory may be run again."""
+        job = self._spec.schedule.job(task.job_index)
+        if not self._spec.runs_again or job.phase is Phase.FORWARD:
             return False
-        if is_run and (job.phase is Phase.FUSED or not self.of(job)):
-            return False
-        self._again.add(key)
-        self.shortage = self.shortage or reason
-        return True
+        return task.kind is not TaskKind.RUN or (job.phase is Phase.BACKWARD and bool(self.of(job)))
+
+    def note_shortage(self, reason: str) -> None:
+        """Memory ran out, for a reason, and the step goes on."""
+        if self._spec.runs_again:
+            self.shortage = self.shortage or reason

@@ -11,7 +11,7 @@ from statistics import median_low
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note, said
 from roundpipe.core.schedule import ScheduleKind
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
-from roundpipe.runtime.engine.step import StepState
+from roundpipe.runtime.engine.step import Shortage, StepState
 from roundpipe.runtime.weights.gate import Gates
 
 MEASURED_STEPS = 64
@@ -19,7 +19,8 @@ MEASURED_STEPS = 64
 TOO_LATE = (
     "roundpipe: the round's call had returned, so that it is not run again: its gradients are not whole, and no update "
     "is made of them. Its worker ran a stage again, layer by layer, as far as that can help. Later rounds have a "
-    "smaller plan. Where memory comes and goes, use step(..., is_async=False): calls can run such rounds again"
+    "smaller plan, if one is known and none was given. Where memory comes and goes, use step(..., is_async=False): "
+    "calls can run such rounds again"
 )
 
 
@@ -30,8 +31,8 @@ class RunningSteps:
         self._gates = gates
         self.board = gates.board
         self._running: list[StepState] = []
-        self._unseen: list[StepState] = []
-        """Those whose call has returned and that failed since."""
+        self._unseen: list[tuple[StepState, Shortage | None]] = []
+        """Those whose call has returned and that failed since; with what knows more if they ran out of memory."""
         self._short: list[Callable[[], None]] = []
         """What is to be learnt from steps that ran out of memory when their calls had returned."""
         self.num_trained = 0
@@ -76,19 +77,20 @@ class RunningSteps:
             self._running.remove(step)
         now_s = time.perf_counter()
         seconds = now_s - max(step.begun_s, self.last_over_s)
-        shortage = step.kept.shortage
+        reason = step.kept.shortage
         if not step.failed:
             self._seconds.append((step.spec.schedule.kind, seconds))
         elif step.is_unattended:
-            self._unseen.append(step)
-            if step.spec.runs_again and isinstance(step.error, OUT_OF_MEMORY):
-                shortage = shortage or said(step.error).partition("\n")[0]
+            is_short = step.spec.runs_again and isinstance(step.error, OUT_OF_MEMORY)
+            if is_short and step.error is not None:
+                reason = reason or said(step.error).partition("\n")[0]
                 add_note(step.error, TOO_LATE)
-        learn, step.when_short = step.when_short, None
-        if shortage and learn is not None and (step.is_unattended or not step.failed):
-            self._short.append(functools.partial(learn, shortage))
+            self._unseen.append((step, step.when_short if is_short else None))
+        shortage, step.when_short = step.when_short, None
+        if reason and shortage is not None and (step.is_unattended or not step.failed):
+            self._short.append(functools.partial(shortage.learn, reason))
         self.last_over_s = now_s
-        is_unusual = step.failed or bool(shortage)
+        is_unusual = step.failed or bool(reason)
         if step.spec.times is not None:
             step.spec.times.end(failed=is_unusual)
         if step.spec.peaks is not None:
@@ -119,7 +121,7 @@ class RunningSteps:
         with self.board.lock:
             failed, self._unseen = self._unseen, []
         if failed:
-            raise_error(failed[0])
+            raise_error(*failed[0])
 
     def take_short(self) -> list[Callable[[], None]]:
         """What is to be done, in the caller's thread, about steps that ran out of memory since the last time."""
@@ -139,11 +141,16 @@ class RunningSteps:
         return median_low(seconds) if seconds else None
 
 
-def raise_error(step: StepState) -> None:
-    """Raise a failed step's error, and forget it, or the traceback, this frame and the error keep each other alive."""
+def raise_error(step: StepState, shortage: Shortage | None = None) -> None:
+    """Raise a failed step's error, and forget it, or the traceback, this frame and the error keep each other alive.
+
+    With a ``shortage``, the error is one that says what to do about it.
+    """
     error, step.error = step.error, None
     assert error is not None
     try:
+        if shortage is not None:
+            raise shortage.refusal(error) from error
         raise error
     finally:
         del error, step

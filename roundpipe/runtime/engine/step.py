@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.schedule import Job, Phase
 from roundpipe.runtime.device.backend import Event, synchronize_streams
 from roundpipe.runtime.engine.host_values import HostGradients, HostValue, HostValues, sum_gradients
@@ -34,6 +35,16 @@ from roundpipe.runtime.weights.residency import Download
 
 class Cancelled(Exception):
     """Another worker failed; unwinds a waiting one."""
+
+
+class Shortage(Protocol):
+    """Knows what to do about a step that runs out of memory, in the thread of a later call."""
+
+    def learn(self, reason: str) -> None:
+        """Have the next ones need less."""
+
+    def refusal(self, error: BaseException) -> DeviceMemoryError:
+        """What the caller gets for an error of a step whose call has returned."""
 
 
 @dataclass(eq=False)
@@ -65,8 +76,8 @@ class StepState:
     failed: bool = False
     error: BaseException | None = None
     """The first error, until somebody takes it to raise it."""
-    when_short: Callable[[str], None] | None = None
-    """What the next call does, with the reason, if the step ran out of memory and its own call did not learn of it."""
+    when_short: Shortage | None = None
+    """What is asked if the step runs out of memory and its own call does not learn of it."""
 
     def __post_init__(self) -> None:
         spec, schedule = self.spec, self.spec.schedule

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
-from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, release_frames, said
+from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
+from roundpipe.runtime.engine.attempts import Attempts
 from roundpipe.runtime.engine.gradients_home import GradientsHome
 from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.runner import MicrobatchRunner
@@ -40,8 +40,6 @@ from roundpipe.runtime.weights.residency import Arena, Visit
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -90,6 +88,8 @@ class Worker:
         """Gradients of weights, which no microbatch waits for."""
         self.pace = Pace(backend, self._in_flight, self._leaving)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self.pace)
+        visits = lambda: (opened.visit for opened in self._open.values())  # noqa: E731
+        self._attempts = Attempts(backend, self.meter, self.pace, self.arena, visits)
         self._was_idle = True
 
     # The engine
@@ -248,13 +248,15 @@ class Worker:
         sizes = following.spec.streamed_sizes(self.index)
         has_room = self.arena.has_room(sizes) and self.arena.has_room([running.visit.num_bytes, sizes[0]])
         is_there = all(self.arena.residents.has_all(weights[index], stays[index]) for index in job.layers)
-        if following.failed or not has_room or not is_there:
+        if following.failed or following.kept.shortage or not has_room or not is_there:
             return
         parameters = (tensor for index in job.layers for tensor in weights[index].parameters())
         if not self._gates.weights.is_open(parameters, following.closings[0]):
             return
         try:
             self._prefetch(following, job)
+        except OUT_OF_MEMORY as error:  # they come up in their turn, when there is more room
+            self._attempts.note(following, error)
         except BaseException as error:
             following.cancel(error)
 
@@ -264,34 +266,15 @@ class Worker:
         job = step.spec.schedule.job(task.job_index)
         if task.kind is TaskKind.PREFETCH:
             if job.index not in self._open:
-                self._attempt(step, task, lambda: self._prefetch(step, job))
+                self._attempts.do(step, task, lambda: self._prefetch(step, job))
         elif task.kind is TaskKind.RUN:
             assert task.microbatch is not None
             opened, microbatch = self._open[job.index], task.microbatch
             run, again = (partial(each, step, opened, microbatch) for each in (self._run, self._run_again))
-            self._attempt(step, task, run, again)
+            self._attempts.do(step, task, run, again)
             step.advance(job.index)
         else:
             self._release(step, task, self._open[job.index])
-
-    def _attempt(
-        self, step: StepState, task: Task, act: Callable[[], _Result], again: Callable[[], _Result] | None = None
-    ) -> _Result:
-        """Do something for a task, and once more if memory runs out and its step allows that."""
-        try:
-            return act()
-        except OUT_OF_MEMORY as error:
-            reason = said(error).partition("\n")[0]
-            if not step.kept.may_run_again(step.spec.schedule.job(task.job_index), task.kind, reason):
-                raise
-            if isinstance(error, torch.OutOfMemoryError):
-                self.backend.note_failure()
-            release_frames(error)
-        self.backend.synchronize()
-        self.meter.abandon()
-        self.pace.abandon()
-        self.backend.release_cached()
-        return (again or act)()
 
     def _run(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
         self.meter.at(opened.job, microbatch)
@@ -372,7 +355,7 @@ class Worker:
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
         release = partial(opened.visit.release, keeps_buffers, added)
-        pending, events, alive = self._attempt(step, task, release)
+        pending, events, alive = self._attempts.do(step, task, release)
         if opened.stage is not None and (shared := opened.stage.shared.end()):
             self._in_flight.add(events[0], shared)
         del self._open[job.index]  # before, an error drops it

@@ -116,7 +116,7 @@ class Visit:
         self._residents = residents
         self.streamed = list(there)
         """Per layer, what lies in the region."""
-        self._parts: list[ResidentPart] = []
+        self.parts: list[ResidentPart] = []
         """All that it reads."""
         self._tensors: list[dict[int, torch.Tensor | None]] = []
         """Per layer, by slot."""
@@ -135,12 +135,12 @@ class Visit:
                 )
                 self.streamed.append(part)
             part = self.streamed[position]
-            self._parts.append(part)
+            self.parts.append(part)
             tensors = dict(zip(stay.streamed, part.tensors, strict=True))
             for slots in stay.parts:
                 part, uploaded = residents.bring(weights, slots, step)
                 copies += uploaded
-                self._parts.append(part)
+                self.parts.append(part)
                 self.memory.append(part.memory)
                 tensors.update(zip(slots.indexes, part.tensors, strict=True))
             for index in stay.twins:
@@ -216,11 +216,11 @@ class Visit:
 
     def drop(self) -> None:
         """Let go of all device memory, whatever one of the layers raises."""
-        for part in self._parts:
+        for part in self.parts:
             if part.is_written:
                 self._residents.drop(part)
                 part.key = ()
-        self._parts.clear()
+        self.parts.clear()
         self.streamed = []
         self._tensors.clear()
         self._copies.clear()

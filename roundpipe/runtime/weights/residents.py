@@ -233,6 +233,12 @@ class Residents:
         self._backend.free(part.memory, PURPOSE)
         self.num_bytes -= part.memory.numel()
 
+    def drop_others(self, used: Iterable[ResidentPart]) -> None:
+        """Drop all but what visits use; later ones bring theirs again."""
+        kept = {*used}
+        for part in [part for part in self._parts.values() if part not in kept]:
+            self.drop(part)
+
     def free(self) -> None:
         """Drop everything."""
         for part in list(self._parts.values()):
