@@ -138,6 +138,8 @@ class LayerCost:
     """Of the last layer: bytes that come up for the loss behind it."""
     temporary_bytes: int = 0
     """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
+    unmade_bytes: int = 0
+    """Of its gradients, what is not there at the peak of its first run in a visit, in which they only come."""
     num_tiles: int = 0
     """In how many tiles it runs, where some of it does; what is known of its memory is that in tiles."""
     repeats: bool = False
@@ -172,6 +174,7 @@ class LayerCost:
             carry_bytes=other.carry_bytes,
             label_bytes=other.label_bytes,
             temporary_bytes=other.temporary_bytes,
+            unmade_bytes=other.unmade_bytes,
             num_tiles=other.num_tiles,
             repeats=other.repeats,
             has_loss=other.has_loss,
@@ -194,6 +197,7 @@ class LayerCost:
             carry_bytes=round(self.carry_bytes * factor),
             label_bytes=round(self.label_bytes * factor),
             temporary_bytes=round(self.temporary_bytes * factor),
+            unmade_bytes=round(self.unmade_bytes * min(factor, 1.0)),
             forward_excess_bytes=round(self.forward_excess_bytes * factor),
             fused_excess_bytes=round(self.fused_excess_bytes * factor),
             backward_excess_bytes=round(self.backward_excess_bytes * factor),

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.planning.value_lives import Gradients, ValueLives
@@ -15,8 +16,8 @@ class BackwardPeaks:
     """Peaks of ranges of a chain's layers, beside values that come up; if a run ``is_alone``, a visit is one run.
 
     Gradients of weights are counted elsewhere as if all of a range's were there. The only run of a visit does not have
-    those of the layers in front of one yet: they come once the layers behind them are done. Further runs find those of
-    the run before.
+    those of the layers in front of one yet, and not all of its own: they come as its backward makes them. Further runs
+    find those of the run before.
     """
 
     def __init__(self, costs: Sequence[LayerCost], lives: ValueLives, *, is_alone: bool) -> None:
@@ -27,8 +28,10 @@ class BackwardPeaks:
         self._kept = list(accumulate(kept, initial=0))
         """Of all layers in front of one, until their backward; by what graphs of any layers hold."""
         self._missing = list(accumulate((cost.gradient_bytes * is_alone for cost in costs), initial=0))
-        self.needs = [cost.training_bytes - missing for cost, missing in zip(costs, self._missing, strict=False)]
-        """Of each layer, less the gradients of all in front of it that are not there."""
+        own = (_unmade_bytes(cost) * is_alone for cost in costs)
+        missing = map(add, self._missing, own)
+        self.needs = [cost.training_bytes - num_bytes for cost, num_bytes in zip(costs, missing, strict=True)]
+        """Of each layer, less its own gradients that are not there, and those of all in front of it."""
         self._largest = RangeMaximum(self.needs)
         self._rows: dict[int, _PeaksToCut] = {}
 
@@ -71,6 +74,12 @@ class BackwardPeaks:
                 row.most[-1] = max(row.most[-1], row.bytes[value.readers[position - 1]])
         row.most.append(max(row.most[-1] if row.most else 0, row.bytes[layer]))
         row.spared.append(spared_bytes)
+
+
+def _unmade_bytes(cost: LayerCost) -> int:
+    """Gradients that a layer's first run has yet to make, but for those of weights that another may have run before."""
+    shared_bytes = sum(weight.num_bytes for weight in cost.shared if weight.is_trained)
+    return max(min(cost.unmade_bytes, cost.gradient_bytes) - shared_bytes, 0)
 
 
 @dataclass(slots=True)

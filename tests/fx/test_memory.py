@@ -62,12 +62,15 @@ def traced(model, example):
     return lower(trace(model, (example,), {})).chain
 
 
-def run_for_real(chain: LayerChain, example, label):
-    """Kept and peak bytes of each layer, of real tensors; the last one with the loss, as a fused stage runs them."""
+def run_for_real(chain: LayerChain, example, label, is_first=False):
+    """Kept and peak bytes of each layer, of real tensors; the last one with the loss, as a fused stage runs them.
+
+    If the run ``is_first``, weights have no gradients before it.
+    """
     carry = chain.entry((example,), {})
     result = []
     for parameter in chain.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not is_first else None
     for layer, spec in zip(chain, chain.specs, strict=True):
         leaves = {name: trees.map_tensors(carry[name], _leaf) for name in spec.reads}
         made = partial(_made, layer, leaves, spec.makes)
@@ -117,6 +120,17 @@ def test_it_is_what_a_run_allocates(case, make_chain):
         [s.name for s in chain.specs], predicted, run_for_real(chain, example, label), strict=True
     ):
         assert ours == pytest.approx(real, rel=0.01, abs=8192), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_first_run_has_no_gradients_of_weights_before_it(case):
+    build, example, label = CASES[case]
+    chain = traced(build(), example)
+    costs = measure_memory(chain, (example,), {}, Loss(cross_entropy, label))
+    real = run_for_real(chain, example, label, is_first=True)
+    for spec, cost, (_, peak_bytes) in zip(chain.specs, costs, real, strict=True):
+        first_bytes = cost.training_bytes + cost.gradient_bytes - cost.unmade_bytes
+        assert first_bytes == pytest.approx(peak_bytes, rel=0.01, abs=8192), spec.name
 
 
 def measured(loss_fn):

@@ -2,7 +2,7 @@
 
 Each layer runs once without autograd, and once with it and its backward; the last one with the loss behind it. Of
 layers that are alike, such as a transformer's blocks, one runs, and once for each number of tiles. A parameter's
-gradient is there already when the backward runs, as it is from the second microbatch on.
+gradient is there already when the backward runs, as it is from the second microbatch on; what that takes more is noted.
 
 Invariant: what the code of the model and of the loss changes in Python is put back; no fake is left behind.
 """
@@ -41,6 +41,7 @@ from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
+from roundpipe.fx.passes.gradient_memory import BackwardAllocations
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.passes.tiles import add_tiles
 
@@ -75,6 +76,8 @@ class _RunBytes:
     """Between a forward with autograd and its backward, results included."""
     training: int
     """The most at once in both."""
+    unmade: int
+    """Of gradients of weights, what is not there at that peak if none were before."""
     tiles: TilesRun
     saves: _Saves
 
@@ -202,8 +205,7 @@ class _ChainRun:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)
             peak_bytes = self._without_autograd(forward, reads)
-            kept_bytes, training_bytes, saves, made = self._with_autograd(forward, reads)
-            memory = _RunBytes(peak_bytes, kept_bytes, training_bytes, ran, saves)
+            memory, made = self._with_autograd(forward, reads, ran, peak_bytes)
             self._known[key] = memory, list(made.values())
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
@@ -236,8 +238,8 @@ class _ChainRun:
             return {"loss": loss.function(outputs, label)}
 
         try:
-            kept_bytes, training_bytes, saves, _ = self._with_autograd(run, reads)
-            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes, ran, saves)
+            memory, _ = self._with_autograd(run, reads, ran)
+            return replace(memory, forward=self._without_autograd(run, reads))
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
             return None
@@ -257,11 +259,13 @@ class _ChainRun:
             function(dict(reads))
         return memory.peak_bytes
 
-    def _with_autograd(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[int, int, _Saves, Carry]:
-        """Bytes between a forward and its backward, the most in both, what the graph holds, and the results."""
+    def _with_autograd(
+        self, function: Callable[[Carry], Carry], reads: Carry, ran: TilesRun, forward_bytes: int = 0
+    ) -> tuple[_RunBytes, Carry]:
+        """What a forward and its backward take, beside what is known of the forward without autograd; the results."""
         with self._entered(), torch.enable_grad():
             leaves = trees.map_tensors(reads, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-            memory = Allocations(trees.tensors(leaves), self._rounding)
+            memory = BackwardAllocations(trees.tensors(leaves), self._rounding)
             taken = trees.map_tensors(leaves, torch.clone)  # a graph holds its leaves in any case
             memory.leave_out(trees.tensors(taken))
             with memory:
@@ -281,8 +285,9 @@ class _ChainRun:
                 saves = watched.saves()
                 del graph
                 if inputs:
-                    torch.autograd.backward([root], inputs=inputs)
-        return kept_bytes, memory.peak_bytes, saves, results
+                    with memory.gradients_followed(inputs):
+                        torch.autograd.backward([root], inputs=inputs)
+        return _RunBytes(forward_bytes, kept_bytes, memory.peak_bytes, memory.unmade_bytes, ran, saves), results
 
 
 class _Watched:
@@ -382,6 +387,7 @@ def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
         workspace_bytes=memory.forward,
         activation_bytes=memory.kept,
         temporary_bytes=max(memory.training - memory.kept, 0),
+        unmade_bytes=memory.unmade,
         num_tiles=memory.tiles.number,
         repeats=memory.tiles.repeats,
     )
