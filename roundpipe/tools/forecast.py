@@ -30,7 +30,6 @@ from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.chain_record import times_the_example
 from roundpipe.runtime.engine.cost_model import with_tiles
 from roundpipe.runtime.engine.plan_choice import PlanChooser
-from roundpipe.runtime.engine.plans_beside import trained_parameters
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.optimizer_side import COPY_ACCESSES, STATES, ExpectedOptimizer, conversion_bytes
@@ -210,7 +209,7 @@ class _Run:
 
     def there(self) -> set[torch.Tensor]:
         """The parameters that live on the device."""
-        trained = trained_parameters(self._call)
+        trained = self._call.trained
         layers = self._plans.full.room(self._call).residency.trained
         return {parameter for index in layers for parameter in trained.get(index, ())}
 

@@ -60,8 +60,9 @@ class ExpectedOptimizer:
     def has_twins(self) -> bool:
         return bool(self.lives)
 
-    def lives_there(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self.lives
+    @property
+    def ids_there(self) -> Collection[int]:
+        return self.lives
 
     def on_host_s(self) -> tuple[float, float] | None:
         return self.seconds

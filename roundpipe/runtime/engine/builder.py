@@ -12,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,6 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
-from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import STREAMED
@@ -184,13 +183,14 @@ class StepBuilder:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
             stay = reads_of_backward(later, chain.specs, config.recompute_grain)
         drawing = frozenset(_drawing(call) if config.preserve_rng_state else ())
-        trainable = [any(each.requires_grad for each in parameters_in(layer)) for layer in chain]
+        trained = call.trained
+        trainable = [index in trained for index in range(len(chain))]
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
         room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
-        staying = _trained(weights, room.residency.trained)
-        if not self._live(call, weights, staying):
+        staying = {id(each): each for index in room.residency.trained for each in trained.get(index, ())}
+        if not self._live(call, staying):
             return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
         if not call.is_evaluation:
             self.last_residency = room.residency
@@ -241,10 +241,12 @@ class StepBuilder:
             return self._optimizer.has_twins and not call.config.requires_grad
         return self._optimizer.may_have_twins and not call.loss_reads_weights
 
-    def _live(self, call: Call, weights: Sequence[LayerWeights], staying: Collection[torch.Tensor]) -> bool:
+    def _live(self, call: Call, staying: Mapping[int, torch.Tensor]) -> bool:
         """Let trained weights be on the device, those ``staying``, or at home; False: there is no room."""
         optimizer, twins = self._optimizer, self._engine.twins
-        parameters = [slot.tensor for one in weights for slot in one.slots if slot.is_parameter]
+        if not (call.has_twins or twins):
+            return True
+        parameters = [each for held in call.parameters for each in held]
         if twins and not (call.has_twins and twins.are_of(parameters, staying)):
             comes_and_goes = optimizer.is_unasked and self._num_returns > MOST_RETURNS
             self._num_returns += call.has_twins
@@ -258,11 +260,11 @@ class StepBuilder:
                 self.plans.full.is_over |= call.config.residency != "off"  # or they might come and go with each call
         if not call.has_twins or twins:
             return True
-        trained = list(dict.fromkeys(parameter for parameter in parameters if parameter in staying))
+        trained = list({id(each): each for each in parameters if id(each) in staying}.values())
         is_asked = call.config.residency == FULL
         try:
             if twins.suit(trained) and (is_asked or optimizer.suits()):
-                beside_bytes = optimizer.device_bytes(staying)
+                beside_bytes = optimizer.device_bytes(set(trained))
                 self._engine.release_memory()  # of streamed weights
                 begin = optimizer.begin_twins if is_asked else optimizer.begin_unasked
                 begin(trained, beside_bytes)
@@ -329,27 +331,22 @@ class StepBuilder:
         }
 
 
-def _trained(weights: Sequence[LayerWeights], layers: Collection[int]) -> set[torch.Tensor]:
-    """What is trained of some layers."""
-    return {weights[index].slots[slot].tensor for index in layers for slot in weights[index].trained_slots()}
-
-
 def _stays(
     chain: LayerChain,
     weights: Sequence[LayerWeights],
     layers: Collection[int],
     *,
     with_trained: bool = False,
-    staying: Collection[torch.Tensor] = (),
+    staying: Collection[int] = (),
 ) -> list[Stay]:
     """What of each layer stays, where the frozen weights of some do, or those that are trained as well.
 
-    ``staying`` are parameters that live on the device, whichever layers have them.
+    ``staying`` are parameters that live on the device, by their identities, whichever layers have them.
     """
     stays, shared = [], _shared(chain, weights) if layers else frozenset()
     for index, one in enumerate(weights):
         frozen = one.frozen_slots() if index in layers else ()
-        twins = tuple(slot for slot in one.trained_slots() if one.slots[slot].tensor in staying) if staying else ()
+        twins = tuple(slot for slot in one.trained_slots() if id(one.slots[slot].tensor) in staying) if staying else ()
         trained = {*one.steady_slots()}.difference(frozen, twins) if index in layers and with_trained else ()
         stays.append(Stay.of(one, frozen, sorted(trained), twins, shared))
     return stays

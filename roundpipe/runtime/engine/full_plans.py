@@ -18,13 +18,12 @@ from math import inf
 from typing import Any
 
 from roundpipe.core.layers import LayerChain
-from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
-from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside, trained_parameters
+from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -101,9 +100,7 @@ class FullPlans:
         if not (self._accelerators and self._costs.is_measured(call.chain, call.tiles)):
             return False
         costs = self._costs.of(call.chain, call.elements(), call.tiles)
-        least_bytes = min(
-            (trained_residency(costs, [index], 0).num_bytes for index in trained_parameters(call)), default=0
-        )
+        least_bytes = min((trained_residency(costs, [index], 0).num_bytes for index in call.trained), default=0)
         if least_bytes > (self._budget_bytes or 0):
             self._keep(call, _FullPlan())
             return False
@@ -188,7 +185,8 @@ class FullPlans:
         """The parameters of a call's layers that live on the device, by their identities."""
         if self._optimizer is None or not self._optimizer.has_twins:
             return frozenset()
-        return frozenset(id(each) for each in parameters_in(call.chain) if self._optimizer.lives_there(each))
+        there = self._optimizer.ids_there
+        return frozenset(id(each) for held in call.parameters for each in held if id(each) in there)
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
@@ -300,7 +298,7 @@ class FullPlans:
     def shrink(self, call: Call) -> None:
         """A step of a call's plan ran out of memory: fewer layers stay."""
         kept = self._of(call)
-        layers = trained_parameters(call).keys() & (kept.layers if kept is not None else ())
+        layers = call.trained.keys() & (kept.layers if kept is not None else ())
         had_all = kept is not None and len(kept.layers) == len(call.chain)
         self._most_layers = 0 if had_all else len(layers) // 2
         self.is_over |= not self._most_layers
@@ -331,7 +329,7 @@ class FullPlans:
 
 def _ids(call: Call, layers: Collection[int]) -> frozenset[int]:
     """The parameters that are trained in some layers of a call's chain, by their identities."""
-    trained = trained_parameters(call)
+    trained = call.trained
     return frozenset(id(each) for index in layers for each in trained.get(index, ()))
 
 

@@ -14,7 +14,6 @@ import torch
 
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
 from roundpipe.planning.planner import PlanArguments, has_plan
 from roundpipe.planning.planner import plan as choose_plan
@@ -67,8 +66,9 @@ class OptimizerFacts(Protocol):
     def foresees(self) -> bool:
         """Whether it is known before the first step which optimizers make it, and nothing speaks against a move."""
 
-    def lives_there(self, parameter: torch.Tensor) -> bool:
-        """Whether one of the model's parameters lives on the device."""
+    @property
+    def ids_there(self) -> Collection[int]:
+        """The model's parameters that live on the device, by their identities."""
 
     def on_host_s(self) -> tuple[float, float] | None:
         """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
@@ -114,7 +114,7 @@ class PlansBeside:
         self._model, self._call, self._streamed = costs, call, streamed
         self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
         self._costs = costs.of(call.chain, call.elements(), call.tiles)
-        self._trained = trained_parameters(call)
+        self._trained = call.trained
 
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
@@ -241,11 +241,3 @@ class PlansBeside:
         residency = choose_residency(schedule, ranges, self._budget_bytes, trained)
         spare_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, ranges), 0)
         return Room(residency, residency.num_bytes - trained.num_bytes + spare_bytes, spare_bytes)
-
-
-def trained_parameters(call: Call) -> dict[int, list[torch.Tensor]]:
-    """Per layer of a call's chain that has some, the parameters that are trained now."""
-    trained: dict[int, list[torch.Tensor]] = {
-        index: [each for each in parameters_in(layer) if each.requires_grad] for index, layer in enumerate(call.chain)
-    }
-    return {index: parameters for index, parameters in trained.items() if parameters}

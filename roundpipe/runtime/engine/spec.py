@@ -21,6 +21,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, LayerSpec, Tail
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED, Tiles
@@ -82,6 +83,20 @@ class Call:
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None
     _hooks: list[tuple[int, nn.Module, Any]] | None = None
+    _parameters: list[list[torch.Tensor]] | None = None
+
+    @property
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """Those of each layer, as the modules have them when it is first asked."""
+        if self._parameters is None:
+            self._parameters = [[*parameters_in(layer)] for layer in self.chain]
+        return self._parameters
+
+    @property
+    def trained(self) -> dict[int, list[torch.Tensor]]:
+        """Per layer that has some, the parameters that are trained now."""
+        found = ((index, [each for each in held if each.requires_grad]) for index, held in enumerate(self.parameters))
+        return {index: parameters for index, parameters in found if parameters}
 
     @property
     def hooks(self) -> list[tuple[int, nn.Module, Any]]:

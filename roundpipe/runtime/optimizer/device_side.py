@@ -62,6 +62,11 @@ class DeviceSteps(PlainSteps):
         return self._twins is not None and self._twins.get(parameter) is not None
 
     @property
+    def ids_there(self) -> Collection[int]:
+        """The model's parameters that live on a device, by their identities."""
+        return frozenset() if self._twins is None else self._twins.ids
+
+    @property
     def _is_split(self) -> bool:
         """Whether some copies are on the device and some on the host."""
         return self.has_twins and any(pair.copy is not None and not pair.is_away for pair in self._pairs)
@@ -117,7 +122,7 @@ class DeviceSteps(PlainSteps):
         """Bring the copies to the device of parameters that live there, if they are not there yet."""
         if self._twins is not None and self._twins:
             for pair in pairs:
-                if self.lives_there(pair.parameter):
+                if not pair.is_away and self.lives_there(pair.parameter):
                     pair.move_copy(self._twins.backend.device, move, is_away=True)
 
     def come_home(self, *, with_copies: bool = True) -> None:
@@ -213,15 +218,16 @@ class DeviceSteps(PlainSteps):
 
     def _move_states(self, optimizer: torch.optim.Optimizer, move: Move = moved_at_once) -> None:
         """Bring an optimizer's states of copies to where these are."""
-        copies = {id(pair.copy) for pair in self._pairs if pair.copy is not None}
+        copies, host = {id(pair.copy) for pair in self._pairs if pair.copy is not None}, torch.device("cpu")
         for group in optimizer.param_groups:
             counts_there = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
-                if id(parameter) in copies and parameter in optimizer.state:
-                    state, device = optimizer.state[parameter], parameter.device
+                if id(parameter) in copies and (state := optimizer.state.get(parameter)):
+                    device = parameter.device
                     for name, value in state.items():
-                        stays = name in OF_THE_WHOLE and not counts_there
-                        state[name] = _moved(value, torch.device("cpu") if stays else device, move)
+                        target = host if name in OF_THE_WHOLE and not counts_there else device
+                        if not isinstance(value, torch.Tensor) or value.device != target:
+                            state[name] = _moved(value, target, move)
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""

@@ -175,10 +175,12 @@ class LayerWeights:
 
     def frozen_slots(self) -> tuple[int, ...]:
         """What keeps its values from round to round: weights that are not trained, buffers that no forward writes."""
-        slots = ((index, self.slots[index]) for index in self.steady_slots())
-        return tuple(
-            index for index, slot in slots if slot.num_bytes and not (slot.is_parameter and slot.tensor.requires_grad)
+        untrained = (
+            (index, slot)
+            for index, slot in enumerate(self.slots)
+            if slot.num_bytes and not (slot.is_parameter and (held := slot.current) is not None and held.requires_grad)
         )
+        return tuple(self._steady(untrained))
 
     def trained_slots(self) -> tuple[int, ...]:
         """The parameters that are trained now."""
@@ -191,10 +193,14 @@ class LayerWeights:
 
     def steady_slots(self) -> list[int]:
         """What has the host's values still after a visit, and lies in one piece of memory with the rest."""
+        return self._steady(enumerate(self.slots))
+
+    def _steady(self, slots: Iterable[tuple[int, Slot]]) -> list[int]:
+        """Those of some slots."""
         writes_buffers = self.habits_of(self.modules).writes_buffers is not False or self.may_write_unseen
         return [
             index
-            for index, slot in enumerate(self.slots)
+            for index, slot in slots
             if not slot.is_loose and slot.fits and (slot.is_parameter or not writes_buffers)
         ]
 

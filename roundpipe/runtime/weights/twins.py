@@ -62,6 +62,8 @@ class Twins:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._twins: dict[torch.Tensor, Twin] = {}
+        self.ids: frozenset[int] = frozenset()
+        """Identities of the parameters that have twins, which these keep alive."""
         self._memory: torch.Tensor | None = None
         self._beside = contextlib.ExitStack()
         self._beside_bytes = 0
@@ -77,9 +79,10 @@ class Twins:
     def get(self, parameter: torch.Tensor) -> Twin | None:
         return self._twins.get(parameter)
 
-    def are_of(self, parameters: Iterable[torch.Tensor], staying: Collection[torch.Tensor]) -> bool:
-        """Whether of these parameters those have twins that are trained now and are to stay."""
-        return all((each in self._twins) == (each.requires_grad and each in staying) for each in parameters)
+    def are_of(self, parameters: Iterable[torch.Tensor], staying: Collection[int]) -> bool:
+        """Whether of these parameters those have twins that are trained now and ``staying``, by their identities."""
+        there = self.ids
+        return all((id(each) in there) == (each.requires_grad and id(each) in staying) for each in parameters)
 
     @staticmethod
     def suit(parameters: Iterable[torch.Tensor]) -> bool:
@@ -119,11 +122,13 @@ class Twins:
         for each in parameters:
             self._twins[each] = Twin(nn.Parameter(SlotSpan.of(each, 0).view(memory.data, start)))
             start += aligned(each.nbytes)
+        self.ids = frozenset(map(id, parameters))
 
     def end(self) -> None:
         """Give the memory back."""
         memory, self._memory = self._memory, None
         self._twins.clear()
+        self.ids = frozenset()
         self._beside.close()
         self._beside_bytes, self.is_unasked, self._followed = 0, False, None
         if memory is not None:
