@@ -5,8 +5,8 @@ forward in turn; interleaved 1F1B has several chunks of the model on each device
 
 Steps end with a flush: the optimizer needs all gradients before the next forward. Devices hold their weights,
 gradients and optimizer states. Values go from device to device over both links and the host, beside the computation;
-or over a network as torch's schedules use it: one after the other to each device, which in GPipe and 1F1B computes
-nothing meanwhile. The update takes no time here.
+or as torch's schedules send them, within a host and over a network between hosts: one after the other to each host
+and device, which in GPipe and 1F1B computes nothing meanwhile. The update takes no time here.
 
 Invariant: with equal stages and free links the idle share is (N - 1) / (v M + N - 1) for N devices with v chunks
 each and M microbatches. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved).
@@ -14,6 +14,7 @@ each and M microbatches. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 20
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -32,6 +33,15 @@ BOUNDARY_BUFFERS = 4
 
 Action = tuple[Literal["F", "B"], int, int]
 """Forward or backward, stage, microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostNetwork:
+    """What connects hosts that each have as many devices, one after the other in the schedule's order."""
+
+    bytes_per_s: float
+    """That a host receives."""
+    devices_per_host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +109,13 @@ def simulate_static(
     num_chunks: int = 1,
     recompute: bool = False,
     link_bytes_per_s: float = inf,
-    network_bytes_per_s: float | None = None,
+    network: HostNetwork | None = None,
     state_bytes_per_parameter: float = 0.0,
 ) -> StaticSimulation:
     """Plays one step of a static schedule, stages cut as evenly as the layers allow.
 
     Costs are for one microbatch, ``num_chunks`` are parts of the model per device (1 unless interleaved), links are
-    each device's to the host, per direction; a network is what a device receives by instead of them. With
+    each device's to the host, per direction; with a network, what a device receives from another of its host. With
     ``recompute``, devices keep only stage inputs of microbatches in flight, and run the forward again. Errors as for
     `static_actions`; one, too, for fewer layers than stages.
     """
@@ -117,11 +127,13 @@ def simulate_static(
     stages = cut_into(weights, num_stages)
     forward_s = [sum(cost.forward_s for cost in costs[start:stop]) for start, stop in stages]
     backward_s = [sum(weights[start:stop]) - spent for (start, stop), spent in zip(stages, forward_s, strict=True)]
-    hop_bytes_per_s = link_bytes_per_s / 2 if network_bytes_per_s is None else network_bytes_per_s
-    hop_s = [costs[stop - 1].carry_bytes / hop_bytes_per_s * (num_workers > 1) for _, stop in stages]
+    rates = [_hop_bytes_per_s(stage, num_workers, link_bytes_per_s, network) for stage in range(num_stages)]
+    hop_s = [
+        costs[stop - 1].carry_bytes / rate * (num_workers > 1) for (_, stop), rate in zip(stages, rates, strict=True)
+    ]
     over_s: dict[Action, float] = {}
     free_s, coming = [0.0] * num_workers, [iter(own) for own in actions]
-    received_s = [0.0] * num_workers
+    received_s: dict[int, float] = defaultdict(float)
     waiting: dict[int, Action] = {worker: next(own) for worker, own in enumerate(coming)}
     while waiting:
         ready = {worker: _ready_s(action, over_s, hop_s) for worker, action in waiting.items()}
@@ -130,11 +142,13 @@ def simulate_static(
             if found is None:
                 continue
             ready_s, arrives_in_s = found
-            if network_bytes_per_s is not None and arrives_in_s:
-                ready_s = max(ready_s, received_s[worker] if kind == "interleaved" else free_s[worker])
-                received_s[worker] = ready_s + arrives_in_s
-            ready_s += arrives_in_s
             action = waiting.pop(worker)
+            if network is not None and arrives_in_s:
+                receiver = _receiver(action, num_workers, network)
+                waits_s = 0.0 if kind == "interleaved" else free_s[worker]
+                ready_s = max(ready_s, received_s[receiver], waits_s)
+                received_s[receiver] = ready_s + arrives_in_s
+            ready_s += arrives_in_s
             spent_s = forward_s[action[1]] if action[0] == "F" else backward_s[action[1]]
             over_s[action] = free_s[worker] = max(free_s[worker], ready_s) + spent_s
             following = next(coming[worker], None)
@@ -152,6 +166,27 @@ def simulate_static(
             for own, part in zip(actions, parts, strict=True)
         ),
     )
+
+
+def _hop_bytes_per_s(stage: int, num_workers: int, link_bytes_per_s: float, network: HostNetwork | None) -> float:
+    """How fast values go from a stage to the next, and their gradients back."""
+    if network is None:
+        return link_bytes_per_s / 2
+    return min(link_bytes_per_s, network.bytes_per_s) if _leaves_host(stage, num_workers, network) else link_bytes_per_s
+
+
+def _leaves_host(stage: int, num_workers: int, network: HostNetwork) -> bool:
+    """Whether the next stage is on another host."""
+    worker, following = stage % num_workers, (stage + 1) % num_workers
+    return worker // network.devices_per_host != following // network.devices_per_host
+
+
+def _receiver(action: Action, num_workers: int, network: HostNetwork) -> int:
+    """What takes one value after the other: the host, as a negative number, or a device."""
+    way, stage, _ = action
+    worker = stage % num_workers
+    cut = stage - 1 if way == "F" else stage
+    return -1 - worker // network.devices_per_host if _leaves_host(cut, num_workers, network) else worker
 
 
 def _ready_s(action: Action, over_s: dict[Action, float], hop_s: Sequence[float]) -> tuple[float, float] | None:

@@ -26,7 +26,7 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import Residency, choose_residency
 from roundpipe.planning.simulator import Simulation, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
-from roundpipe.planning.static_schedules import StaticKind, simulate_static
+from roundpipe.planning.static_schedules import HostNetwork, StaticKind, simulate_static
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.tables import format_bytes, format_seconds, format_share, table
 
@@ -123,9 +123,9 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
     return rows + compare_static(setting)
 
 
-def compare_static(setting: Setting, network_bytes_per_s: float | None = None) -> list[ComparedSchedule]:
+def compare_static(setting: Setting, network: HostNetwork | None = None) -> list[ComparedSchedule]:
     """The schedules in which each device owns a part of the model; with a network, as torch runs them."""
-    return [_static(name, kind, chunks, setting, network_bytes_per_s) for name, kind, chunks in _STATIC]
+    return [_static(name, kind, chunks, setting, network) for name, kind, chunks in _STATIC]
 
 
 def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedule:
@@ -137,7 +137,7 @@ def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedul
 
 
 def _static(
-    name: str, kind: StaticKind, chunks: int, setting: Setting, network_bytes_per_s: float | None
+    name: str, kind: StaticKind, chunks: int, setting: Setting, network: HostNetwork | None
 ) -> ComparedSchedule:
     """A static schedule, with recomputation if it does not fit without."""
     num_workers, number, costs = setting.num_workers, setting.num_microbatches, setting.costs
@@ -154,7 +154,7 @@ def _static(
                 num_chunks=chunks,
                 recompute=recompute,
                 link_bytes_per_s=min(setting.profile.upload_bytes_per_s, setting.profile.download_bytes_per_s),
-                network_bytes_per_s=network_bytes_per_s,
+                network=network,
                 state_bytes_per_parameter=setting.state_bytes_per_parameter,
             )
         except ConfigError as error:

@@ -6,8 +6,8 @@ batch of each host, times their number.
     one host             rotation, with the microbatches of all
     data parallel        rotation on each host; gradients are averaged in the copies' dtype
     sharded              gradients go to the rank that has the part, new weights come back, both in the model's dtype
-    GPipe, 1F1B, ...     torch's schedules over all devices, each with a part of the model; every cut counts as one
-                         between hosts, and GPipe and 1F1B compute nothing while they receive
+    GPipe, 1F1B, ...     torch's schedules over all devices, each with a part of the model; in GPipe and 1F1B a device
+                         computes nothing while it receives
 
 With asynchronous steps the network works beside the round. But what it brings is there before the update, and the next
 exchange waits for that, so no step is shorter than the network and the update together.
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation
 from roundpipe.planning.stage_costs import num_trained
+from roundpipe.planning.static_schedules import HostNetwork
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import format_bytes, format_rate, format_seconds, table
 from roundpipe.tools.comparison import ComparedSchedule, compare_static
@@ -134,14 +136,13 @@ def _fits(result: Forecast, host: HostMemory) -> bool:
 
 def _static_schedules(result: Forecast, network: Network) -> list[ScaleOut]:
     setting, number = result.setting, network.num_hosts
-    of_a_device = network.bytes_per_s / result.machine.num_devices
-    link = min(setting.profile.upload_bytes_per_s, setting.profile.download_bytes_per_s)
     over_all = replace(
         setting,
         num_workers=setting.num_workers * number,
         num_microbatches=setting.num_microbatches * number,
     )
-    free, cut = compare_static(over_all, link), compare_static(over_all, min(link, of_a_device))
+    connected = HostNetwork(network.bytes_per_s, devices_per_host=setting.num_workers)
+    free, cut = compare_static(over_all, replace(connected, bytes_per_s=inf)), compare_static(over_all, connected)
     return [_static(one, other) for one, other in zip(free, cut, strict=True)]
 
 

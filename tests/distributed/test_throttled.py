@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from roundpipe.core.layers import LayerCost
-from roundpipe.planning.static_schedules import StaticKind, simulate_static
+from roundpipe.planning.static_schedules import HostNetwork, StaticKind, simulate_static
 from roundpipe.tools.hosts import Network
 from tests.distributed import throttled_stages
 from tests.distributed.ranks import Ranks
@@ -82,7 +82,7 @@ def _compare_static(ranks: Ranks, schedule: str, kind: StaticKind, num_chunks: i
         num_workers=size,
         num_microbatches=2 * size,
         num_chunks=num_chunks,
-        network_bytes_per_s=bytes_per_s,
+        network=HostNetwork(bytes_per_s, devices_per_host=1),
     ).seconds_per_step
     for _ in range(TRIES):
         measured_s = ranks.run(throttled_stages.train, schedule, 2 * size, forward_s, bytes_per_s)[0]

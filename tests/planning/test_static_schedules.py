@@ -8,7 +8,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.planning.planner import plan
 from roundpipe.planning.stage_costs import plan_seconds
-from roundpipe.planning.static_schedules import simulate_static, static_actions
+from roundpipe.planning.static_schedules import HostNetwork, simulate_static, static_actions
 
 EVEN = LayerCost(
     forward_s=1.0,
@@ -101,15 +101,27 @@ def test_slow_links_lengthen_the_round():
 @pytest.mark.parametrize(("kind", "seconds"), [("gpipe", 23.0), ("1f1b", 20.0)])
 def test_a_device_computes_nothing_while_it_receives_from_a_network(kind, seconds):
     """Two devices, four microbatches, a second for each hop; worked out by hand."""
-    machine = {"num_workers": 2, "num_microbatches": 4, "network_bytes_per_s": 1.0}
+    machine = {"num_workers": 2, "num_microbatches": 4, "network": HostNetwork(1.0, 1)}
     assert simulate_static(kind, [EVEN] * 2, **machine).seconds_per_step == seconds
 
 
 def test_a_network_brings_one_value_after_the_other():
     machine = {"num_workers": 4, "num_microbatches": 16, "num_chunks": 2}
-    slow = simulate_static("interleaved", [EVEN] * 8, **machine, network_bytes_per_s=0.01)
+    slow = simulate_static("interleaved", [EVEN] * 8, **machine, network=HostNetwork(0.01, 1))
     # devices inside the chain receive for both of their stages, forwards and backwards
     assert 4 * 16 * 100.0 <= slow.seconds_per_step <= 1.5 * 4 * 16 * 100.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_chunks", "num_received"), [("gpipe", 1, 16), ("1f1b", 1, 16), ("interleaved", 2, 48)]
+)
+def test_only_cuts_between_hosts_take_the_network(kind, num_chunks, num_received):
+    """Two hosts of two devices: the network is as busy as its busiest host, however many devices there are."""
+    machine = {"num_workers": 4, "num_microbatches": 16, "num_chunks": num_chunks, "link_bytes_per_s": 1e6}
+    slow = simulate_static(kind, [EVEN] * 8, **machine, network=HostNetwork(0.01, 2)).seconds_per_step
+    assert num_received * 100.0 <= slow <= 2.2 * num_received * 100.0
+    alone = simulate_static(kind, [EVEN] * 8, **machine, network=HostNetwork(0.01, 4)).seconds_per_step
+    assert alone == pytest.approx(simulate_static(kind, [EVEN] * 8, **machine).seconds_per_step, rel=1e-3)
 
 
 def test_rotation_wins_over_what_the_microbatches_allow_a_static_schedule():
