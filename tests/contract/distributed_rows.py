@@ -40,6 +40,7 @@ DISTRIBUTED_ROWS: dict[str, Row] = {
         RANKS + "test_an_overflow_on_one_rank_skips_the_update_of_all",
         RANKS + "test_wrong_use_is_refused_on_all_ranks",
         RANKS + "test_what_is_no_group_is_refused",
+        "distributed/test_failures.py::test_a_killed_rank_ends_the_other_and_a_restart_goes_on",
         RANKS + "test_torch_has_what_ranks_are_connected_by",
     ),
     "J4": row(

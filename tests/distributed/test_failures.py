@@ -15,32 +15,39 @@ from tests.distributed.data_parallel import NUM_STEPS
 from tests.distributed.failures import train_with_checkpoints
 from tests.distributed.ranks import Ranks
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo"),
-    pytest.mark.long,
-]
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 
 DEADLINE_S = 30.0
 
 
-@pytest.mark.parametrize(("size", "is_async"), [(2, False), (2, True), (3, True)])
-def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(tmp_path: Path, size: int, is_async: bool) -> None:
+def test_a_killed_rank_ends_the_other_and_a_restart_goes_on(two: Ranks, tmp_path: Path) -> None:
+    _kill_and_restart(two, tmp_path, is_async=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
+def test_so_it_is_with_asynchronous_steps_and_more_ranks(tmp_path: Path, size: int) -> None:
     ranks = Ranks(size, tmp_path)
     try:
-        undisturbed = ranks.run(train_with_checkpoints, str(tmp_path / "undisturbed"), is_async)
-        with pytest.raises(AssertionError, match=f"rank {size - 1}: it ended"):
-            ranks.run(train_with_checkpoints, str(tmp_path), is_async, 7)
-        for rank in range(size - 1):
-            seconds, _, message = (tmp_path / f"rank {rank}").read_text().partition(" ")
-            assert float(seconds) < DEADLINE_S
-            assert "another rank has ended, failed or closed its model" in message
-        restarted = ranks.run(train_with_checkpoints, str(tmp_path), is_async)
-        for found in restarted:
-            assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[0].items())
+        _kill_and_restart(ranks, tmp_path, is_async=True)
     finally:
         ranks.kill()
 
 
+def _kill_and_restart(ranks: Ranks, folder: Path, is_async: bool) -> None:
+    undisturbed = ranks.run(train_with_checkpoints, str(folder / "undisturbed"), is_async)
+    with pytest.raises(AssertionError, match=f"rank {ranks.size - 1}: it ended"):
+        ranks.run(train_with_checkpoints, str(folder), is_async, 7)
+    for rank in range(ranks.size - 1):
+        seconds, _, message = (folder / f"rank {rank}").read_text().partition(" ")
+        assert float(seconds) < DEADLINE_S
+        assert "another rank has ended, failed or closed its model" in message
+    restarted = ranks.run(train_with_checkpoints, str(folder), is_async)
+    for found in restarted:
+        assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[0].items())
+
+
+@pytest.mark.long
 def test_torchrun_restarts_from_the_last_whole_checkpoint(two: Ranks, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts"]
     command = [*launch, "1", "-m", "tests.distributed.failures", str(tmp_path / "restarted")]
