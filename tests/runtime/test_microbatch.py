@@ -82,6 +82,27 @@ def test_the_batch_size_is_that_of_the_first_tensor_with_a_dim():
     assert sizes(kwargs_only.labels) == [2, 2] and kwargs_only.args == [(), ()]
 
 
+@pytest.mark.parametrize("entry", ["text", 3, {"boxes": rows(4)}, ["a", "b"]])
+def test_a_list_with_an_entry_for_each_sample_is_not_split_and_one_warning_says_so(entry):
+    """Texts, or targets of detection: a loss that goes through outputs and the list would take the wrong ones."""
+    with pytest.warns(UserWarning) as caught:
+        pieces = split((rows(4),), {}, [entry] * 4, config(2))
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("label: a list of as many entries as the batch has samples")
+    assert [len(label) for label in pieces.labels] == [4, 4]
+    with pytest.warns(UserWarning, match="captions.*: a list of as many entries"):
+        split((rows(4),), {}, {"of": {"captions": ["text"] * 4}}, config(2))
+
+
+@pytest.mark.parametrize(
+    ("label", "number"), [([rows(4)] * 4, 2), (["text"] * 3, 2), (["text"] * 4, 1), ([None] * 4, 2), (("a",) * 4, 2)]
+)
+def test_other_lists_are_no_reason_for_a_warning(label, number):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split((rows(4),), {}, label, config(number))
+
+
 def test_a_small_batch_has_fewer_microbatches_and_one_warning():
     with pytest.warns(UserWarning, match="has 2 samples, so it runs as 2 microbatches instead of 4") as caught:
         pieces = split((rows(2),), {}, rows(2), config(4))

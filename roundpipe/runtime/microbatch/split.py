@@ -117,6 +117,8 @@ class Division:
     """What each microbatch has to wait for."""
     whole: list[str] = field(init=False, default_factory=list)
     """Leaves that the automatic rule could not split though they have a dim 0."""
+    lists: list[str] = field(init=False, default_factory=list)
+    """Lists with an entry for each sample, as it seems, which every microbatch gets all of."""
 
     def __post_init__(self) -> None:
         self.events = [[] for _ in range(self.num_microbatches)]
@@ -133,7 +135,11 @@ class Division:
         below = trees.children(value) if len(path) < trees.MAX_DEPTH else None
         if below is None:
             return self._split_leaf(value, spec, path)
+        if spec is None:
+            self._note_list(value, path)
         if (spec is None or is_spec_of(spec, "_Replicate")) and not holds_array(value):
+            for access, child in below if spec is None else ():
+                self.split(child, None, (*path, access))  # for lists in it
             return [value] * self.num_microbatches
         specs = spec_children(spec, below, input_name(path))
         columns = [
@@ -142,6 +148,14 @@ class Division:
         ]
         rows = zip(*columns, strict=True) if columns else [()] * self.num_microbatches
         return [trees.with_children(value, list(row)) for row in rows]
+
+    def _note_list(self, value: Any, path: Path) -> None:
+        """Note a list that may be of samples: of texts, or of a dict for each image."""
+        if type(value) is not list or self.sizes is None or not 1 < self.num_microbatches <= len(value):
+            return
+        is_other = (isinstance(entry, (torch.Tensor, RoundPipePackedData)) or entry is None for entry in value)
+        if len(value) == sum(self.sizes) and not any(is_other):
+            self.lists.append(input_name(path))
 
     def _split_leaf(self, value: Any, spec: Any, path: Path) -> list[Any]:
         name, number = input_name(path), self.num_microbatches
@@ -206,6 +220,12 @@ class Division:
             warn(
                 f"{', '.join(self.whole)}: dim 0 is not as long as the batch, so every microbatch "
                 "gets the whole tensor; say with split_input or split_label how it is split, if it is"
+            )
+        if self.lists:
+            warn(
+                f"{', '.join(self.lists)}: a list of as many entries as the batch has samples, but only tensors are "
+                "split, so every microbatch gets all entries; if they belong to the samples, give split_input or "
+                "split_label a function that splits the list"
             )
 
 
