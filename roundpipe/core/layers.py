@@ -15,7 +15,7 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -315,6 +315,9 @@ class ChainSource(Protocol):
         ``before`` is that of the microbatch before in the same call: since then nothing has touched the model.
         """
 
+    def others(self) -> Iterable[ChainSource]:
+        """Sources of the same model that cut it into other layers, for calls that no plan fits."""
+
 
 @dataclass(slots=True)
 class FixedChain:
@@ -329,6 +332,9 @@ class FixedChain:
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None) -> LayerChain:
         return self.chain
+
+    def others(self) -> Iterable[ChainSource]:
+        return ()
 
 
 BalanceFunction = Callable[[nn.Module], float]

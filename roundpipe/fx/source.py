@@ -21,9 +21,9 @@ from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.interrupts import interrupts_held
-from roundpipe.core.layers import LayerChain
+from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
@@ -81,6 +81,8 @@ class TracedSource:
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
         self._noted_written = False
+        self._others: dict[LowerOptions, TracedSource] = {options: self}
+        """All that cut the model know each other."""
         self.trace_count = 0
 
     @property
@@ -150,6 +152,26 @@ class TracedSource:
                     self._on_failure(error)
                 self._failed_modes.add(self._model.training)
                 return None
+
+    def others(self) -> Iterator[TracedSource]:
+        """Sources that cut the model into layers within other limits (`LowerOptions.others`).
+
+        Whoever takes one asks it for chains before the next: limits that would change nothing are left out.
+        """
+        before: TracedSource | None = None
+        for options in self._options.others(training_bytes_of(self._model)):
+            if before is not None and options.cuts_as(before._options, before._layer_costs()):
+                continue
+            if options not in self._others:
+                other = TracedSource(self._model, options, self._on_failure)
+                other._others, other._varying, other._lost = self._others, self._varying, self._lost
+                other._noted_written, other.trace_count = self._noted_written, (before or self).trace_count
+                self._others[options] = other
+            before = self._others[options]
+            yield before
+
+    def _layer_costs(self) -> Iterator[LayerCost]:
+        return (cost for _, chain in self._traces for cost in chain.costs)
 
     def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
         """The model's own Python must not go on from state that calls of a graph have not kept."""

@@ -20,6 +20,7 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import Tiles
 from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.planner import LeastNeed
 from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
 from roundpipe.planning.stage_costs import num_trained
@@ -108,19 +109,23 @@ class Forecast:
 def forecast_at(
     layers: Layers, machine: Machine, training: Training, *, simulated: bool = True, is_alone: bool = True
 ) -> Forecast:
-    """The forecast for one setting, from layers of any microbatch.
+    """The forecast for one setting, from layers of any microbatch; from others where no plan fits these, as in a run.
 
     How fast it is, how much the host carries and which trained weights live on the device, only where it is
     ``simulated``; those stay at home unless the process ``is_alone``, without ranks beside it.
     """
-    call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine, training)
-    plans.costs.measure_memory(call)
-    reasons, plan, simulation = [], None, None
+    plan, simulation = None, None
     stages: dict[str, DeviceMemory] = {}
-    try:
-        plan = plans.streaming(call)
-    except DeviceMemoryError as error:
-        reasons.append(str(error))
+    for tried in _to_try(layers, machine, training):
+        layers = tried
+        call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine, training)
+        plans.costs.measure_memory(call)
+        reasons: list[str] = []
+        try:
+            plan = plans.streaming(call)
+            break
+        except DeviceMemoryError as error:
+            reasons.append(str(error))
     costs = _costs(layers, call)
     setting, optimizer = _setting(layers, costs, machine, training), training.expected_optimizer
     streamed_host = None
@@ -157,6 +162,25 @@ def forecast_at(
             f"{format_bytes(machine.host_memory_bytes)}"
         )
     return result
+
+
+def _to_try(layers: Layers, machine: Machine, training: Training) -> Iterator[Layers]:
+    """Some layers; then the model cut otherwise: the first that fits the devices, else what needs the least."""
+    yield layers
+    yield cut_otherwise(layers, machine, training)[0]
+
+
+def cut_otherwise(layers: Layers, machine: Machine, training: Training) -> tuple[Layers, LeastNeed]:
+    """The first of other cuts that fits the devices, else the one that needs the least, and what it needs."""
+    found: tuple[Layers, LeastNeed] | None = None
+    for other in layers.others(machine.profile):
+        need = plans_for(other, machine, training).least_need(other.call(training, machine.num_devices))
+        if found is None or need.memory.total < found[1].memory.total:
+            found = other, need
+        if need.memory.total <= machine.budget_bytes:
+            break
+    assert found is not None, "there is always a limit of the whole model"
+    return found
 
 
 def _num_trained(costs: Sequence[LayerCost]) -> int:

@@ -1,7 +1,7 @@
 """The longest sequence, or the largest batch, that fits given devices, and what limits it.
 
-Sizes are tried on plans as runs have them, in the finest tiles. What a plan needs grows about linearly with the size,
-so that a line through the sizes tried tells which to try next.
+Sizes are tried on plans as runs have them, in the finest tiles; then with the model cut otherwise, if more fits so.
+What a plan needs grows about linearly with the size, so that a line through the sizes tried tells which to try next.
 
 Invariant: the answer's own forecast fits, by a trace of that size.
 """
@@ -16,10 +16,11 @@ from typing import Literal
 from tqdm import tqdm
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import misfit
 from roundpipe.planning.planner import LeastNeed
 from roundpipe.reports.tables import counted, format_bytes
-from roundpipe.tools.forecast import Forecast, forecast_at, plans_for
+from roundpipe.tools.forecast import Forecast, cut_otherwise, forecast_at, plans_for
 from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import MOST_ELEMENTS, Target
 
@@ -75,6 +76,8 @@ class _SizeSearch:
         self.training = training
         self.layers: Layers | None = None
         """Of the latest trace."""
+        self.options: LowerOptions | None = None
+        """Of another cut, in which more fits; None: layers are cut for the device."""
         self.needs: dict[int, LeastNeed] = {}
         self.bar = tqdm(desc=f"roundpipe: largest {what}", unit=" tried", file=sys.stderr, leave=False, delay=2.0)
 
@@ -84,6 +87,8 @@ class _SizeSearch:
         least, most = (SHORTEST if self.what == "length" else 1), MOST_ELEMENTS // per_sample
         start = FIRST_LENGTH if self.what == "length" else 1
         size, limit = largest_size(self._share, start, least, most), ""
+        if (more := max(size + _step(size), least)) <= most and self._fits_otherwise(more):
+            size = largest_size(self._share, more, least, most)
         while size:
             found = forecast_at(self._traced(size), self.machine, self._training(size))
             if found.fits:
@@ -111,9 +116,21 @@ class _SizeSearch:
         """Of microbatches of this size, the batch."""
         return size if self.what == "length" else size * self.training.num_microbatches
 
+    def _fits_otherwise(self, size: int) -> bool:
+        """Whether a size fits that does not as layers are cut: it and others are tried in that cut from then on."""
+        layers, need = cut_otherwise(self._layers(size), self.machine, self._training(size))
+        if need.memory.total > self.machine.budget_bytes:
+            return False
+        self.layers, self.options = layers, layers.options
+        self.needs.clear()
+        return True
+
     def _traced(self, size: int) -> Layers:
         """Layers by a trace of a size, whose times are known exactly."""
-        return Layers.of(self._target(size), self._training(size).microbatch, self.machine)
+        target, samples = self._target(size), self._training(size).microbatch
+        if self.options is not None:
+            return Layers.within(self.options, target, samples, self.machine.profile)
+        return Layers.of(target, samples, self.machine)
 
     def _layers(self, size: int) -> Layers:
         """Layers by a trace that serves a size."""

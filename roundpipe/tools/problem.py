@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from roundpipe.core.errors import ConfigError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.core.module_tree import training_bytes_of
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cost import DeviceProfile
@@ -105,7 +107,11 @@ class Layers:
     """What the figures leave out."""
     tails: TailSource
     """Make the loss a part of the last layer, as in a run."""
+    options: LowerOptions
+    num_samples: int
+    """Of the microbatch of the trace."""
     known_memory: dict[tuple[int, Tiles], list[LayerCost] | None] = field(default_factory=dict)
+    known_others: dict[LowerOptions, Layers] = field(default_factory=dict)
 
     def memory(self, call: Call, tiles: Tiles) -> list[LayerCost] | None:
         """Costs with the memory for a call's largest microbatch; None if the layers can't run on fakes."""
@@ -124,10 +130,26 @@ class Layers:
         call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number)
         return replace(call, loss_fn=_own_loss, make_tail=self.tails.tail) if self.target.has_loss else call
 
+    def others(self, profile: DeviceProfile) -> Iterator[Layers]:
+        """The model cut into layers within other limits, as `TracedSource.others` has it."""
+        before: Layers | None = None
+        for options in self.options.others(training_bytes_of(self.target.model)):
+            if before is not None and options.cuts_as(before.options, before.chain.costs):
+                continue
+            if options not in self.known_others:
+                self.known_others[options] = Layers.within(options, self.target, self.num_samples, profile)
+            before = replace(self.known_others[options], target=self.target)
+            yield before
+
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
         """The layers of a target, with costs for a microbatch; a `TraceError` for a model that would not be cut."""
         options = LowerOptions(max_layer_bytes=largest_layer_bytes(machine.budget_bytes))
+        return cls.within(options, target, num_samples, machine.profile)
+
+    @classmethod
+    def within(cls, options: LowerOptions, target: Target, num_samples: int, profile: DeviceProfile) -> Layers:
+        """The same, cut by some options."""
         kwargs, notes = target.kwargs_for(num_samples), list(target.notes)
         try:
             with torch.enable_grad():
@@ -143,8 +165,8 @@ class Layers:
             notes.append(f"the costs of {estimated} of {len(lowered.costs)} nodes are guessed from sizes")
         if not target.has_loss:
             notes.append("the loss is not part of the model's call: its time and memory are left out")
-        costs = tuple(lowered.costs_on(machine.profile))
-        return cls(target, traced, lowered.chain, costs, tuple(notes), TailSource(target.model))
+        costs, tails = tuple(lowered.costs_on(profile)), TailSource(target.model)
+        return cls(target, traced, lowered.chain, costs, tuple(notes), tails, options, num_samples)
 
 
 def _own_loss(outputs: Any, label: Any) -> Any:

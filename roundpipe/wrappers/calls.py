@@ -40,13 +40,14 @@ from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
-from roundpipe.runtime.microbatch.split import batch_size, split
+from roundpipe.runtime.microbatch.split import Split, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.host_gradients import tensors_reached_by
 from roundpipe.wrappers.loss_warnings import LossWarnings
+from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -89,7 +90,10 @@ class ChainRunner(Runner):
         """As `Runner.forward`; for a part, the arguments may be of a microbatch of the whole model's call."""
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad, has_backward_later=True)
-        calls, options = self._calls(args, kwargs, config, options, first_microbatch=first_microbatch)
+        is_evaluation = not config.requires_grad
+        calls, options = self._calls(
+            args, kwargs, config, options, first_microbatch=first_microbatch, is_evaluation=is_evaluation
+        )
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
         scalars = count_outputs(calls, config)
@@ -114,6 +118,7 @@ class ChainRunner(Runner):
             training.loss_fn,
             make_tail=self.tails.tail if has_backward and not training.return_outputs else None,
             share=training.share,
+            is_evaluation=not has_backward,
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
@@ -163,7 +168,6 @@ class ChainRunner(Runner):
 
     def _run_round(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
         """One round of a call, with its backward if there is one."""
-        plan_hooks_beside_loss(call)
         session, plans = self.session, self.builder.plans
         if not training.has_backward:
             build = functools.partial(self.builder.loss_step, call, training.return_outputs)
@@ -236,6 +240,8 @@ class ChainRunner(Runner):
         first_microbatch: int = 0,
         make_tail: MakeTail | None = None,
         share: CallShare | None = None,
+        *,
+        is_evaluation: bool,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches as one round, or as few as can be; None, and the fallback's options, if one has no chain.
 
@@ -247,35 +253,38 @@ class ChainRunner(Runner):
             whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
-        chains: list[LayerChain] = []
-        for piece_args, piece_kwargs, events in zip(pieces.args, pieces.kwargs, pieces.events, strict=True):
-            for event in events:  # the guards below may read the arguments
+        for events in pieces.events:
+            for event in events:  # guards may read the arguments
                 event.synchronize()
-            try:
-                chain = self.source.chain_for(piece_args, piece_kwargs, chains[-1] if chains else None)
-            except Exception as error:
-                if pieces.num_microbatches > 1:
-                    note_few_samples(error)
-                raise
-            if chain is None:
-                self.last_chain = None
-                return None, pieces.replay_options(options, config)
-            chains.append(chain)
-        calls: list[Call] = []
-        joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
-        for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
-            if not calls or calls[-1].chain is not chain:
-                number = pieces.num_microbatches
-                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
-            calls[-1].args.append(piece_args)
-            calls[-1].kwargs.append(piece_kwargs)
-            calls[-1].labels.append(piece_label)
-        if config.loss_reduction == "mean":
-            shares, is_whole = pieces.shares, len(calls) == 1
+
+        def calls_by(source: ChainSource) -> list[Call] | None:
+            if (chains := _chains(source, pieces)) is None:
+                return None
+            calls: list[Call] = []
+            joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
+            for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
+                if not calls or calls[-1].chain is not chain:
+                    number = pieces.num_microbatches
+                    calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
+                calls[-1].args.append(piece_args)
+                calls[-1].kwargs.append(piece_kwargs)
+                calls[-1].labels.append(piece_label)
+            shares = pieces.shares
             for call in calls:
-                first = call.first_microbatch - first_microbatch
-                own = None if shares is None else shares[first : first + call.num_microbatches]
-                call.mean = Mean(own, pieces.num_microbatches, is_whole, share=share)
+                call.is_evaluation = is_evaluation
+                if config.loss_reduction == "mean":
+                    first = call.first_microbatch - first_microbatch
+                    own = None if shares is None else shares[first : first + call.num_microbatches]
+                    call.mean = Mean(own, pieces.num_microbatches, len(calls) == 1, share=share)
+                if loss_fn is not None:
+                    plan_hooks_beside_loss(call)
+            return calls
+
+        if (calls := calls_by(self.source)) is None:
+            self.last_chain = None
+            return None, pieces.replay_options(options, config)
+        builder = self.builder
+        self.source, calls = cut_to_fit(self.source, calls, builder.plans, builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain
         return calls, options
 
@@ -292,6 +301,22 @@ class ChainRunner(Runner):
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
         tensors = {id(each) for each in tensors_reached_by(function)}
         return bool(tensors) and not tensors.isdisjoint(map(id, parameters_in(self.model)))
+
+
+def _chains(source: ChainSource, pieces: Split) -> list[LayerChain] | None:
+    """A source's chain for each microbatch; None if one has none."""
+    chains: list[LayerChain] = []
+    for args, kwargs in zip(pieces.args, pieces.kwargs, strict=True):
+        try:
+            chain = source.chain_for(args, kwargs, chains[-1] if chains else None)
+        except Exception as error:
+            if pieces.num_microbatches > 1:
+                note_few_samples(error)
+            raise
+        if chain is None:
+            return None
+        chains.append(chain)
+    return chains
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

@@ -17,6 +17,7 @@ VIT, DECODER = MODELS[5], MODELS[6]
         Setting(VIT, 1_600_000, is_async=True),
         Setting(DECODER, 1_292_000),
         pytest.param(Setting(VIT, 630_641), marks=pytest.mark.long),
+        pytest.param(Setting(MODELS[4], 324_797), marks=pytest.mark.long),
         pytest.param(Setting(MODELS[4], 1_200_000, is_async=True), marks=pytest.mark.long),
     ],
     ids=str,

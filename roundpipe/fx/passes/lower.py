@@ -5,8 +5,8 @@ Compiling, explaining and forecasting all lower here, so that equal options give
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -19,6 +19,9 @@ from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import own_losses
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 
+LIMITS_APART, NUM_LIMITS = 4, 7
+"""Limits of other cuts are the whole model and so many times smaller each, down to less than a thousandth."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowerOptions:
@@ -30,6 +33,21 @@ class LowerOptions:
     """Bytes of weights and gradients above which a layer is cut, inside blocks if need be; the trace needs it, too."""
     profile: DeviceProfile = DEFAULT_PROFILE
     """The device that estimated seconds are for."""
+
+    def others(self, model_bytes: int) -> list[LowerOptions]:
+        """Other limits for the layers of a model of so many bytes, the largest first.
+
+        They are parts of the model, the same for every device. So where a plan fits layers within one of them, the
+        device is large enough, and so is every larger one, whatever its own limit.
+        """
+        limits = (model_bytes // LIMITS_APART**power for power in range(NUM_LIMITS))
+        return [replace(self, max_layer_bytes=limit) for limit in limits]
+
+    def cuts_as(self, larger: LowerOptions, costs: Iterable[LayerCost]) -> bool:
+        """Whether layers, cut within a larger limit, stay as they are: within this one, or as small as can be."""
+        assert self.max_layer_bytes is not None and larger.max_layer_bytes is not None
+        sizes = [cost.weight_bytes + cost.gradient_bytes for cost in costs if cost.weight_bytes]
+        return max(sizes, default=0) <= self.max_layer_bytes or min(sizes) > larger.max_layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

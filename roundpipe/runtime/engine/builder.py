@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import itertools
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,12 +39,12 @@ from roundpipe.runtime.engine.spec import (
     names_with_gradient,
     reads_of_backward,
 )
+from roundpipe.runtime.engine.stays import stays_of
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.runtime.weights.residents import Stay
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +141,7 @@ class StepBuilder:
         return replace(
             forward,
             weights=weights,
-            stays=_stays(chain, weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
+            stays=stays_of(chain, weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
             schedule=schedule,
             flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
             runs_again=self.plans.has_budget,
@@ -156,15 +154,8 @@ class StepBuilder:
     ) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
         call.is_evaluation = kind == "forward" and not keeps_history
-        self.plans.set_budgets(self._engine.take_budgets())
-        start = self._engine.start
-        start.take_in(chain.made_in_s)
-        chain.made_in_s = {}
-        with start.part("measure memory"):
-            self.plans.costs.measure_memory(call)
-        if call.config.replicas == "auto":
-            call.may_replicate = not any(self._in_order(call))
-        with start.part("plan"):
+        self._prepare_to_plan(call)
+        with self._engine.start.part("plan"):
             plan = self.plans.plan(call)
             if call.tiles != UNTILED:
                 self._add_tiles(call)
@@ -198,7 +189,7 @@ class StepBuilder:
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=_stays(chain, weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
+            stays=stays_of(chain, weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
@@ -234,6 +225,24 @@ class StepBuilder:
             tied_jobs=self._tied(chain, schedule),
         )
         return spec, values
+
+    def has_plan(self, call: Call) -> bool:
+        """Whether a call has a plan, or one fits it, which it then has."""
+        if not self.plans.has_budget:
+            return True
+        self._prepare_to_plan(call)
+        with self._engine.start.part("plan"):
+            return self.plans.has_plan(call)
+
+    def _prepare_to_plan(self, call: Call) -> None:
+        self.plans.set_budgets(self._engine.take_budgets())
+        start = self._engine.start
+        start.take_in(call.chain.made_in_s)
+        call.chain.made_in_s = {}
+        with start.part("measure memory"):
+            self.plans.costs.measure_memory(call)
+        if call.config.replicas == "auto":
+            call.may_replicate = not any(self._in_order(call))
 
     def _may_live_there(self, call: Call) -> bool:
         """Whether a call's trained weights may live on the device: not if its backward comes later."""
@@ -329,36 +338,6 @@ class StepBuilder:
             ]
             for job in backward
         }
-
-
-def _stays(
-    chain: LayerChain,
-    weights: Sequence[LayerWeights],
-    layers: Collection[int],
-    *,
-    with_trained: bool = False,
-    staying: Collection[int] = (),
-) -> list[Stay]:
-    """What of each layer stays, where the frozen weights of some do, or those that are trained as well.
-
-    ``staying`` are parameters that live on the device, by their identities, whichever layers have them.
-    """
-    stays, shared = [], _shared(chain, weights) if layers else frozenset()
-    for index, one in enumerate(weights):
-        frozen = one.frozen_slots() if index in layers else ()
-        twins = tuple(slot for slot in one.trained_slots() if id(one.slots[slot].tensor) in staying) if staying else ()
-        trained = {*one.steady_slots()}.difference(frozen, twins) if index in layers and with_trained else ()
-        stays.append(Stay.of(one, frozen, sorted(trained), twins, shared))
-    return stays
-
-
-def _shared(chain: LayerChain, weights: Sequence[LayerWeights]) -> frozenset[int]:
-    """Identities of tensors that several layers have, of those for which plans know that layers share something."""
-    tensors = (
-        {id(slot.current) for slot in one.slots} for one, cost in zip(weights, chain.costs, strict=True) if cost.shared
-    )
-    counts = Counter(itertools.chain.from_iterable(tensors))
-    return frozenset(tensor for tensor, count in counts.items() if count > 1)
 
 
 def _drawing(call: Call) -> Iterator[int]:

@@ -19,6 +19,11 @@ from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 GUESSED_ACTIVATIONS = 4
 """Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
+SHORTEST_STEP_S = 0.02
+"""Steps shorter than this keep their plan: what is measured of them is mostly noise."""
+UPDATES_CHANGE, MOST_LOOKS = 0.25, 2
+"""Share by which what updates take must have changed for another look at the plan, and how often that is a reason: when
+it is first known, and once more."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,15 @@ class KeptPlan:
     """What the optimizer's side was known to take of a round when that was last a reason to look at it."""
     num_looks: int = 0
     """How often it was."""
+
+    def has_other_updates(self, updates_s: float) -> bool:
+        """Whether updates turn out to take a lot more or less than it was chosen by; told a few times."""
+        longer_s = max(updates_s, self.updates_s)
+        is_other = longer_s >= SHORTEST_STEP_S and abs(updates_s - self.updates_s) > UPDATES_CHANGE * longer_s
+        if not is_other or self.num_looks == MOST_LOOKS:
+            return False
+        self.updates_s, self.num_looks = updates_s, self.num_looks + 1
+        return True
 
 
 SHRINK = 0.85

@@ -29,8 +29,7 @@ from roundpipe.runtime.microbatch.split import batch_size
 logger = logging.getLogger(__name__)
 
 ROOM_SHARE = 0.1
-"""What a device should have beside what is predicted, where an error says how much it must have: layers are
-larger on larger devices, and so is what they keep."""
+"""What a device should have beside what is predicted, where an error says how much it must have."""
 
 
 class _Options(NamedTuple):
@@ -94,7 +93,13 @@ class OptionChooser:
         if budget_bytes is None or not self._costs.record(call.chain).memory(tiles):
             return ""
         costs = self._costs.of(call.chain, call.elements(), tiles)
-        least = least_need(costs, num_workers=self._costs.num_workers, num_microbatches=call.num_microbatches)
+        least = least_need(
+            costs,
+            num_workers=self._costs.num_workers,
+            num_microbatches=call.num_microbatches,
+            memory_budget_bytes=budget_bytes,  # without one what is held between stages is left out
+            recompute_grain=call.config.recompute_grain,
+        )
         factor = 1.0 if limit_bytes is None else max(budget_bytes / max(limit_bytes, 1), 1.0)
         needed_bytes = int(max(factor * least.memory.total, budget_bytes) * (1 + ROOM_SHARE))
         return f" ({needed_bytes:,} bytes for plans, which have {budget_bytes:,})"

@@ -24,7 +24,7 @@ from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
-from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, times_the_example
+from roundpipe.runtime.engine.chain_record import SHORTEST_STEP_S, KeptPlan, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MeasuredTimes, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import OptionChooser
@@ -35,13 +35,8 @@ logger = logging.getLogger(__name__)
 
 REPLAN_GAIN = 0.03
 """Share of a step's time that another plan must be predicted to save before it takes the place of the present one."""
-SHORTEST_STEP_S = 0.02
-"""Steps shorter than this keep their plan: what is measured of them is mostly noise."""
 FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
-UPDATES_CHANGE, MOST_LOOKS = 0.25, 2
-"""Share by which what updates take must have changed for another look at the plan, and how often that is a reason: when
-it is first known, and once more."""
 BUDGET_CHANGE = 0.03
 """Share by which what there is of devices must have changed before it is planned for anew."""
 TIGHT_SHARE = 0.1
@@ -119,7 +114,9 @@ class PlanChooser:
         elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
-            if self._has_other_updates(call, kept) or num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
+            if kept.has_other_updates(sum(self.costs.chain_of(call) or ())) or num_steps >= max(
+                FIRST_REPLAN, 4 * kept.looked_at
+            ):
                 plan, kept.looked_at = self._replanned(call, kept), num_steps
                 kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
         if kept.num_corrections != record.num_corrections:
@@ -127,6 +124,16 @@ class PlanChooser:
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def has_plan(self, call: Call) -> bool:
+        """Whether a call has a plan, or one fits it, which it then has."""
+        if self._budget_bytes is None or call.config.execute_plan is not None or self._kept(call) is not None:
+            return True
+        may_replan = self._may_replan
+        with contextlib.suppress(DeviceMemoryError):
+            self.streaming(call)
+        self._may_replan = may_replan  # the call itself comes later
+        return self._kept(call) is not None
 
     def _kept(self, call: Call) -> KeptPlan | None:
         """The plan that calls like one have."""
@@ -141,17 +148,6 @@ class PlanChooser:
         """Whether a call has a plan with weights on the device instead: another look would only hold the caller up."""
         call.tiles = kept.tiles
         return self.full.wants(call) and self.full.has_plan(call)
-
-    def _has_other_updates(self, call: Call, kept: KeptPlan) -> bool:
-        """Whether updates turn out to take a lot more or less than a plan was chosen by; told a few times."""
-        call.tiles = kept.tiles
-        updates_s = sum(self.costs.chain_of(call) or ())
-        longer_s = max(updates_s, kept.updates_s)
-        is_other = longer_s >= SHORTEST_STEP_S and abs(updates_s - kept.updates_s) > UPDATES_CHANGE * longer_s
-        if not is_other or kept.num_looks == MOST_LOOKS:
-            return False
-        kept.updates_s, kept.num_looks = updates_s, kept.num_looks + 1
-        return True
 
     def retries_of(self, call: Call, counter: RetryCounter) -> StepRetries | None:
         """Where to note how often allocators are at their limit in a training step; None: its plan stays anyway."""

@@ -75,7 +75,8 @@ def choose_with_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Til
     try:
         plan, tiles = _faster_in_tiles(plans, call, plans.choose(call, UNTILED))
     except DeviceMemoryError:
-        may_fit = plans.fits(call, UNTILED, free=range(len(call.chain)))
+        # the first is quicker, and may say no where values between layers are smaller in tiles
+        may_fit = plans.fits(call, UNTILED, free=range(len(call.chain))) or plans.fits(call, LADDER[-1])
         if not may_fit or (found := _with_fewest_tiles(plans, call)) is None:
             raise
         plan, tiles = found
