@@ -2,7 +2,8 @@
 
 Whether a loss is a sum, or a mean over samples or tokens, is not assumed but measured: on a few samples, without
 gradients, together and apart. Those of the `WEIGHINGS` stay that explain what came out, by a clear margin if one does;
-where they disagree about a later batch, it is measured too. A loss that none explains is not cut.
+where they disagree about a later batch, it is measured too. So is a batch with classes that were not measured beside
+others, since a loss may have weights of classes. A loss that no weighing explains is not cut.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from roundpipe.core.caller import warn
 
 IGNORED = -100
 """The label of what is not counted."""
-NUM_SAMPLES = 3
-"""That a loss is measured on: together, and as one beside two."""
+NUM_SAMPLES = 2
+"""That a loss is measured on: together, and each by itself."""
 MAX_MEASURED = 3
-"""Batches that a loss is measured on, before the weighing that fits best is taken."""
+"""Times that a loss is measured, before the weighing that fits best is taken."""
+MAX_CLASSES = 16
+"""That a loss is measured on, before it is taken to weigh the others alike; and times that this may tell nothing."""
+MIN_SPREAD = 100
+"""How many times as far apart two samples' losses must be as a weighing is off, to tell that it weighs them right."""
 TOLERANCE = 0.02
 """By how much a weighing may be off, relatively, since the model may compute in half precision."""
 
@@ -54,6 +59,14 @@ def _tokens(piece: Batch, label_names: Sequence[str], *, shifted: bool = False) 
     return int(labels[..., 1:].ne(IGNORED).sum() if shifted else labels.ne(IGNORED).sum())
 
 
+def _classes(piece: Batch, label_names: Sequence[str]) -> list[set[int]]:
+    """By sample, the values of its targets that count."""
+    number, labels = piece.num_samples or 1, _targets(piece, label_names)
+    if labels is None or not labels.ndim or labels.shape[0] != number:
+        return [set()] * number
+    return [set(row.unique().tolist()) - {IGNORED} for row in labels]
+
+
 Measure = Callable[[Sequence[Batch]], list[float]]
 """Gives the losses of batches, each by itself."""
 
@@ -79,15 +92,15 @@ def cut(piece: Batch, number: int) -> list[Batch]:
     total = piece.num_samples or 1
     number = min(number, total)
     starts = [total * index // number for index in range(number + 1)]
-    return [_rows(piece, start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [_rows(piece, slice(start, end), end - start) for start, end in zip(starts, starts[1:], strict=False)]
 
 
-def _rows(piece: Batch, start: int, end: int) -> Batch:
+def _rows(piece: Batch, which: slice | list[int], number: int) -> Batch:
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[start:end] if tensor.ndim and tensor.shape[0] == piece.num_samples else tensor
+        return tensor[which] if tensor.ndim and tensor.shape[0] == piece.num_samples else tensor
 
     args, kwargs, inputs = trees.map_tensors((piece.args, piece.kwargs, piece.inputs), rows)
-    return Batch(args, kwargs, inputs, end - start)
+    return Batch(args, kwargs, inputs, number)
 
 
 def num_samples(inputs: Any) -> int | None:
@@ -102,21 +115,33 @@ class LossKind:
 
     label_names: Sequence[str]
     errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEIGHINGS, 0.0))
-    """Of each weighing that may be the loss's, by how much it was off so far."""
+    """Of each weighing that may be the loss's, by how much it was off at most so far."""
     _num_measured: int = 0
+    _num_unclear: int = 0
+    """Measurements on samples of several classes whose losses were too much alike to tell."""
+    _alike: set[int] = field(default_factory=set)
+    """Classes that were measured beside each other."""
 
     def cut(self, batch: Batch, number: int, measure: Measure) -> list[tuple[Batch, float]]:
         """A batch in ``number`` pieces, and what their losses count for; in one if the loss can't be cut."""
         if number > 1 and (batch.num_samples or 1) > 1 and self.errors:
-            pieces = cut(batch, number)
+            pieces, classes = cut(batch, number), _classes(batch, self.label_names)
             if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
-                self._measure(batch, measure)
-            if self._num_measured == MAX_MEASURED and self.errors:
+                self._measure(batch, classes, measure)
+            while self._has_new(classes) and self._measure(batch, classes, measure):
+                pass
+            if self._num_measured >= MAX_MEASURED and self.errors:
                 self.errors = dict([min(self.errors.items(), key=lambda item: item[1])])
             found = self._factors(pieces)
-            if found and found[0] and self._agree(pieces):
+            if found and found[0] and self._agree(pieces) and not self._has_new(classes):
                 return list(zip(pieces, found[0], strict=True))
         return [(batch, 1.0)]
+
+    def _has_new(self, classes: Sequence[set[int]]) -> bool:
+        """Whether there are several classes, of which some may count for more than others, for all that is known."""
+        together = set().union(*classes)
+        is_open = self.errors and len(self._alike) < MAX_CLASSES
+        return bool(is_open and len(together) > 1 and not together <= self._alike)
 
     def _weights(self, kind: str, pieces: Sequence[Batch]) -> list[int | None]:
         return [WEIGHINGS[kind](piece, self.label_names) for piece in pieces]
@@ -128,29 +153,52 @@ class LossKind:
         first, *others = self._factors(pieces) or [None]
         return all(other == first or first and other and _are_close(first, other) for other in others)
 
-    def _measure(self, batch: Batch, measure: Measure) -> None:
-        few = _rows(batch, 0, min(NUM_SAMPLES, batch.num_samples or 1))
-        parts = [_rows(few, 0, 1), _rows(few, 1, few.num_samples or 1)]
+    def _few(self, classes: Sequence[set[int]]) -> list[int]:
+        """Samples to measure on: those with the most classes that are new, beside one with classes that are not."""
+        few = [index for index, each in enumerate(classes) if each & self._alike][:1]
+        while len(few) < min(NUM_SAMPLES, len(classes)):
+            seen = self._alike.union(*(classes[index] for index in few))
+            others = (index for index in range(len(classes)) if index not in few)
+            few.append(max(others, key=lambda index: len(classes[index] - seen)))
+        return few
+
+    def _measure(self, batch: Batch, classes: Sequence[set[int]], measure: Measure) -> bool:
+        """Returns whether something new is known of the classes."""
+        few = self._few(classes)
+        parts = [_rows(batch, [index], 1) for index in few]
         weights = {kind: self._weights(kind, parts) for kind in self.errors}
         told = {kind: found for kind, each in weights.items() if (found := factors(each))}
-        whole, *losses = measure([few, *parts])
+        seen = set().union(*(classes[index] for index in few))
         self._num_measured += 1
+        if not told:
+            return False
+        whole, *losses = measure([_rows(batch, few, len(few)), *parts])
+        size, off = max(abs(whole), 1e-6), {}
         for kind, found in told.items():
             together = sum(factor * loss for factor, loss in zip(found, losses, strict=True))
-            self.errors[kind] += abs(together - whole) / max(abs(whole), 1e-6)
+            off[kind] = abs(together - whole) / size
+            self.errors[kind] = max(self.errors[kind], off[kind])
         limit = min(TOLERANCE, 10 * max(min(self.errors[kind] for kind in told), 1e-6))
         untold = {kind for kind, each in weights.items() if kind not in told and None not in each}
         self.errors = {
             kind: error for kind, error in self.errors.items() if kind in untold or kind in told and error <= limit
         }
+        spread = (max(losses) - min(losses)) / size
+        is_clear = "a sum" in self.errors or spread > MIN_SPREAD * max(min(off.values()), 1e-6)
+        if is_clear or not 1 < len(seen) <= MAX_CLASSES:
+            self._alike |= seen
+        else:
+            self._num_unclear += 1
+            self.errors = self.errors if self._num_unclear < MAX_CLASSES else {}
         if self.errors:
             logger.info("the loss is %s", " or ".join(self.errors))
         else:
             warn(
-                f"the loss is neither a sum nor a mean over samples or tokens: {whole:.6g} for {few.num_samples} "
+                f"the loss is neither a sum nor a mean over samples or tokens: {whole:.6g} for {len(few)} "
                 f"samples together, {' and '.join(f'{loss:.6g}' for loss in losses)} apart. Batches are not cut into "
                 "microbatches, so that devices wait for each other; gradient_accumulation_steps gives them more at once"
             )
+        return seen <= self._alike
 
 
 def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:

@@ -10,7 +10,7 @@ import transformers
 from transformers import TrainingArguments
 
 import roundpipe
-from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
+from roundpipe.integrations.microbatches import MAX_CLASSES, Batch, LossKind, num_samples
 from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer
 from tests.integrations.trainers import llama, padded, texts
 
@@ -101,7 +101,59 @@ def test_what_a_loss_is_is_measured(kind: str) -> None:
             factor * loss for (_, factor), loss in zip(pieces, measure([each for each, _ in pieces]), strict=True)
         )
         assert total == pytest.approx(measure([batch])[0], rel=1e-5)
-    assert measured.count(3) == 2 if kind != "neither" else 1  # once to measure, once above
+    times = 2 if kind == "classes" else 1  # each class beside another
+    assert measured.count(3) == times + 1 if kind != "neither" else 1  # once above
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 1.5, 1.0])
+
+
+def by_class(batch: Batch) -> float:
+    scores, labels = batch.kwargs["scores"], batch.kwargs["labels"]
+    return float(torch.nn.functional.cross_entropy(scores, labels, weight=WEIGHTS))
+
+
+@pytest.mark.filterwarnings("ignore:the loss is neither")
+@pytest.mark.parametrize("later", [[2, 0, 0, 0, 0], [0, 1, 2, 3, 0]])
+@pytest.mark.parametrize("first", [[0] * 5, [1, 1, 3, 1, 3], [3, 3, 3, 3, 1]])
+def test_weights_of_classes_are_found_when_classes_come_up(first: list[int], later: list[int]) -> None:
+    """The first batches may have only classes of one weight: these are cut, and right."""
+    torch.manual_seed(1)
+    kind = LossKind(["labels"])
+    for labels, is_cut in ((first, True), (later, False)):
+        batch = Batch((), {"scores": torch.randn(5, 4), "labels": torch.tensor(labels)}, {}, 5)
+        pieces = kind.cut(batch, 2, lambda batches: [by_class(each) for each in batches])
+        assert (len(pieces) > 1) == is_cut
+        assert sum(factor * by_class(piece) for piece, factor in pieces) == pytest.approx(by_class(batch))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-2, 0.1])
+def test_samples_of_like_losses_tell_nothing_of_classes(scale: float) -> None:
+    """As with a head of zeros: the loss is that of any weights then, or nearly so, but gradients are not."""
+    torch.manual_seed(1)
+    kind, labels = LossKind(["labels"]), torch.tensor([0, 2, 0, 2, 0])
+    with pytest.warns(UserWarning, match="the loss is neither"):
+        for _ in range(MAX_CLASSES):
+            batch = Batch((), {"scores": scale * torch.randn(5, 4), "labels": labels}, {}, 5)
+            assert len(kind.cut(batch, 2, lambda batches: [by_class(each) for each in batches])) == 1
+
+
+def test_many_classes_are_measured_a_few_times() -> None:
+    torch.manual_seed(1)
+    kind, measured = LossKind(["labels"]), 0
+
+    def measure(batches: list[Batch]) -> list[float]:
+        nonlocal measured
+        measured += 1
+        return [
+            float(torch.nn.functional.cross_entropy(each.kwargs["scores"], each.kwargs["labels"])) for each in batches
+        ]
+
+    for step in range(20):
+        labels = (torch.arange(6) + 5 * step) % 100
+        batch = Batch((), {"scores": torch.randn(6, 100), "labels": labels}, {}, 6)
+        assert len(kind.cut(batch, 2, measure)) == 2
+    assert measured < MAX_CLASSES  # not 20, nor once for each class
 
 
 def test_batches_whose_first_dimension_is_not_known_are_not_cut() -> None:

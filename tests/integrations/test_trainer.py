@@ -102,6 +102,33 @@ class TwoCallsInRotation(RoundPipeTrainerMixin, TwoCalls):
     """The same in rotation."""
 
 
+class Weighted(Trainer):
+    """Its loss is a mean by the weights of classes."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weight = torch.tensor([0.2, 1.0, 3.0], device=outputs.logits.device)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+class WeightedInRotation(RoundPipeTrainerMixin, Weighted):
+    """The same in rotation."""
+
+
+@pytest.mark.filterwarnings("ignore:the loss is neither")
+def test_class_weights_are_equal_where_the_first_samples_are_of_one_class(tmp_path: Path) -> None:
+    """They looked like a mean over samples then, and later batches were cut as one."""
+
+    def rare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        labels = [max(0, len(sample["input_ids"]) - 7) for sample in samples]  # 0 for most, 1 or 2
+        return {**padded(samples), "labels": torch.tensor(labels)}
+
+    options = {"devices": 2, "data_collator": rare, "per_device_train_batch_size": 3, "num_train_epochs": 2}
+    train_both(bert, tmp_path, (Weighted, WeightedInRotation), **options)
+
+
 def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss that is given as `compute_loss_func`."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
