@@ -158,19 +158,23 @@ def test_what_is_in_front_of_the_model_gets_the_gradients_of_the_mean(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
 def test_a_mean_by_samples_of_labels_with_padding_is_told_of_once(kind, call):
-    """Where the graph of a loss tells its targets, they are counted; it doesn't for weights of classes."""
+    """Where the graph of a loss tells its targets, they are counted; it doesn't for a quotient of sums."""
     ids, labels = padded()
-    classes = torch.ones(VOCABULARY, dtype=torch.float64)
 
     def by_class(logits, labels):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=classes)
 
-    unknown = by_class if kind == "traced" else token_mean
+    def quotient(logits, labels):
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.sum() / (labels != -100).sum()
+
+    classes = torch.ones(VOCABULARY, dtype=torch.float64)
+    unknown = quotient if kind == "traced" else token_mean
     alike = torch.zeros_like(labels)
     alike[:, 0] = -100
     quiet = [(counted_mean, labels, {}), (token_mean, alike, {}), (token_mean, labels, {"run_config": ONE})]
     if kind == "traced":
-        quiet.append((token_mean, labels, {}))
+        quiet += [(token_mean, labels, {}), (by_class, labels, {})]
     with wrap(kind, devices=["cpu"] * 2)[1] as piped, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = []

@@ -374,8 +374,8 @@ class OfOtherKinds(Tokens):
             targets[:, :-1].copy_(labels[:, 1:])
             loss = loss + tokens(logits, targets)
         else:
-            ones = torch.ones(VOCABULARY, dtype=logits.dtype)
-            loss = loss + F.cross_entropy(logits[:, 0], labels[:, 0], weight=ones)
+            weight = logits.detach().mean((0, 1)).exp()
+            loss = loss + F.cross_entropy(logits[:, 0], labels[:, 0], weight=weight)
         return {"loss": loss, "logits": logits}
 
 
@@ -387,7 +387,7 @@ KINDS = (
     "targets of outputs",
     "written",
     "written through a view",
-    "class weights",
+    "class weights of outputs",
 )
 
 

@@ -48,13 +48,26 @@ class ArgumentValues:
         """Whether a value is the same for every microbatch: one that is made from weights."""
         return all(one.op != "placeholder" and not _is_size(one) and self._is_plain(one) for one in _behind(node))
 
-    def counter(self, target: Node, ignored: Any = None) -> Count:
-        """What a microbatch counts for in a mean over a target: how many of its elements are not ignored."""
+    def is_constant(self, node: Node) -> bool:
+        """Whether a value is also the same before and after an update."""
+        return self.is_alike(node) and not any(map(self._traced.parameters_of, _behind(node)))
+
+    def counter(
+        self, target: Node, ignored: Any = None, weight: Node | Callable[[], torch.Tensor] | None = None
+    ) -> Count:
+        """What a microbatch counts for in a mean over a target.
+
+        That is how many of its elements are not ``ignored``, or what these weigh, each by its class's ``weight``.
+        """
 
         def count(arguments: Any) -> float:
-            values = self._values([each for each in (target, ignored) if isinstance(each, Node)], arguments)
-            other = values[ignored] if isinstance(ignored, Node) else ignored
-            return float(values[target].numel() if other is None else (values[target] != other).sum())
+            found = self._values([each for each in (target, ignored, weight) if isinstance(each, Node)], arguments)
+            other = found[ignored] if isinstance(ignored, Node) else ignored
+            counted = found[target] if other is None else found[target][found[target] != other]
+            if weight is None:
+                return float(counted.numel())
+            by_class = found[weight] if isinstance(weight, Node) else weight()
+            return float(by_class.detach().cpu().double()[counted].sum())
 
         return count
 
@@ -117,3 +130,6 @@ class _ArgumentRun(GraphInterpreter):
     def placeholder(self, node: Node) -> Any:
         value = trees.get(self._arguments, self._traced.input_paths[node.name])
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+    def get_attr(self, node: Node) -> Any:
+        return self._traced.attribute(str(node.target))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
@@ -173,13 +175,13 @@ class _TermSearch:
 
     def _term(self, node: Node) -> Term | None:
         module = self.traced.attribute(str(node.target)) if node.op == "call_module" else None
-        loss = RowLoss.of(node, module)
+        loss = RowLoss.of(node, module, may_hold=True)
         if loss is not None:
-            return self._of_loss(loss)
+            return self._of_loss(loss, module)
         is_alike = isinstance(value_of(node), torch.Tensor) and self.arguments.is_alike(node)
         return Term(lambda arguments: 1.0, is_mean=False) if is_alike else None
 
-    def _of_loss(self, loss: RowLoss) -> Term | None:
+    def _of_loss(self, loss: RowLoss, module: nn.Module | None) -> Term | None:
         if loss.reduction == "sum":
             return Term(None, is_mean=False)
         target, ignored = loss.target, loss.arguments.get("ignore_index", -100)
@@ -187,15 +189,20 @@ class _TermSearch:
         scores, value = values
         if loss.reduction != "mean" or not isinstance(scores, torch.Tensor) or not isinstance(value, torch.Tensor):
             return None
-        if loss.arguments.get("weight") is not None or _compares_samples(scores):
+        weight = loss.arguments.get("weight")
+        if _compares_samples(scores) or not self.arguments.has_data_of(target):
             return None
-        if not self.arguments.has_data_of(target):
+        if isinstance(weight, Node) and not self.arguments.is_constant(weight):
             return None
         if not loss.is_by_weight(value):
+            if weight is not None:
+                return None
             is_like = list(map(hint, value.shape)) == list(map(hint, scores.shape))  # or one is repeated for the other
             return Term(self.arguments.counter(target), is_mean=True) if is_like else None
         is_known = not isinstance(ignored, Node) or self.arguments.has(ignored)
-        return Term(self.arguments.counter(target, ignored), is_mean=True) if is_known else None
+        if isinstance(weight, torch.Tensor):  # the module may have another one by then
+            weight = partial(getattr, module, "weight")
+        return Term(self.arguments.counter(target, ignored, weight), is_mean=True) if is_known else None
 
 
 def _name(node: Node) -> str:

@@ -53,8 +53,13 @@ class RowLoss:
     modes: Modes | None = None
 
     @classmethod
-    def of(cls, node: Node, module: nn.Module | None) -> RowLoss | None:
-        """The loss that a node computes, if it is one that is known; ``module``: what a ``call_module`` calls."""
+    def of(cls, node: Node, module: nn.Module | None, *, may_hold: bool = False) -> RowLoss | None:
+        """The loss that a node computes, if it is one that is known.
+
+        Args:
+            module: what a ``call_module`` calls.
+            may_hold: also if the module has a tensor, such as weights of classes, which is among the arguments then.
+        """
         target: Any = node.target
         modes: Modes | None = None
         kwargs: dict[str, Any] = dict(node.kwargs)
@@ -65,7 +70,7 @@ class RowLoss:
                 return None
             target, names = OF_MODULES[type(module)]
             kwargs.update((name, getattr(module, name)) for name in (*names, "reduction"))
-            if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            if not may_hold and any(isinstance(value, torch.Tensor) for value in kwargs.values()):
                 return None
         elif node.op != "call_function" or target not in (*BY_WEIGHT, *_BY_ELEMENT):
             return None
