@@ -64,6 +64,9 @@ class ExpectedOptimizer:
     def ids_there(self) -> Collection[int]:
         return self.lives
 
+    def rest(self) -> None:
+        """Nothing is under way."""
+
     def on_host_s(self) -> tuple[float, float] | None:
         return self.seconds
 

@@ -227,7 +227,7 @@ class FullPlans:
             return _FullPlan(found)
         best: tuple[float, PlanBeside] | None = None
         before_s, weighs = functools.cache(streamed_s), is_unasked and not self._optimizer.has_twins
-        for found in self._candidates(call, plans, there):  # which waits for the update that runs, whose times count
+        for found in self._candidates(call, plans, there):
             limit_s, seconds = self._compared(call, found, before_s())
             if weighs:
                 logger.info(

@@ -70,6 +70,9 @@ class OptimizerFacts(Protocol):
     def ids_there(self) -> Collection[int]:
         """The model's parameters that live on the device, by their identities."""
 
+    def rest(self) -> None:
+        """Return when no round and no update is under way, so that nothing is measured meanwhile."""
+
     def on_host_s(self) -> tuple[float, float] | None:
         """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
 
@@ -113,6 +116,7 @@ class PlansBeside:
     ) -> None:
         self._model, self._call, self._streamed = costs, call, streamed
         self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
+        optimizer.rest()  # or what is compared with these plans would be of later measurements
         self._costs = costs.of(call.chain, call.elements(), call.tiles)
         self._trained = call.trained
 

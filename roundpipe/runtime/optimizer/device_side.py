@@ -73,7 +73,7 @@ class DeviceSteps(PlainSteps):
 
     def device_bytes(self, parameters: Collection[torch.Tensor]) -> int:
         """What copies of these with their gradients and states would take of a device, and an update besides; or do."""
-        self._rest("a plan")
+        self.rest()
         pairs = [pair for pair in self._pairs if pair.parameter in parameters]
         copies = {id(pair.copy): pair.copy for pair in pairs if pair.copy is not None}
         others, num_bytes, temporaries_bytes = dict(copies), 2 * sum(copy.nbytes for copy in copies.values()), 0
@@ -185,6 +185,10 @@ class DeviceSteps(PlainSteps):
     def _clear(self, set_to_none: bool, of_copies: bool | None = None) -> None:
         with self._on_device():
             self._pairs.zero_grad(set_to_none, of_copies)
+
+    def rest(self) -> None:
+        """Return when no round and no update is under way, for a plan."""
+        self._rest("a plan")
 
     def _rest(self, waiter: str) -> None:
         """Return when no round and no update is under way."""

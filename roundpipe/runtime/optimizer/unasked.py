@@ -83,7 +83,7 @@ class UnaskedSteps(DeviceSteps):
         if self._has_foreseen or self.num_steps or self._over or self._loop != "unknown":
             return False
         self._has_foreseen = True
-        self._rest("a plan")
+        self.rest()
         copies = [pair.copy for pair in self._pairs if pair.parameter.requires_grad]
         found = optimizers_of([copy for copy in copies if copy is not None]) if None not in copies else []
         for optimizer in found:
@@ -93,7 +93,7 @@ class UnaskedSteps(DeviceSteps):
 
     def suits(self) -> bool:
         """Whether copies may go to a device without that anyone has asked for it."""
-        self._rest("a plan")
+        self.rest()
         if not self._over:
             self._end_unasked(self._reason())
         return not self._over
