@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,8 +88,7 @@ class Worker:
         """Gradients of weights, which no microbatch waits for."""
         self.pace = Pace(backend, self._in_flight, self._leaving)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self.pace)
-        visits = lambda: (opened.visit for opened in self._open.values())  # noqa: E731
-        self._attempts = Attempts(backend, self.meter, self.pace, self.arena, visits)
+        self._attempts = Attempts(backend, self.meter, self.pace, self.arena, self._visits)
         self._was_idle = True
 
     # The engine
@@ -275,6 +274,10 @@ class Worker:
             step.advance(job.index)
         else:
             self._release(step, task, self._open[job.index])
+
+    def _visits(self) -> Iterator[Visit]:
+        """Those that are begun."""
+        return (opened.visit for opened in self._open.values())
 
     def _run(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
         self.meter.at(opened.job, microbatch)
