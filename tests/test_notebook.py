@@ -154,10 +154,9 @@ def test_a_cell_can_run_again_after_an_exception_that_is_kept() -> None:
 def tensor_bytes() -> int:
     """Bytes of memory that live tensors hold; storages that lie in one another count once."""
     total = end = 0
-    for start, num_bytes in sorted(
-        (storage.data_ptr(), storage.nbytes())
-        for storage in (one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
-    ):
+    tensors = (one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
+    storages = (one.untyped_storage() for one in tensors if one.layout is torch.strided)
+    for start, num_bytes in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
         total += max(start + num_bytes - max(start, end), 0)
         end = max(end, start + num_bytes)
     return total

@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 
 from roundpipe.core.checks import check_type
+from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.distributed.stage import ModelStage, stages_of_this_rank
 
+_FROM = "what state_dict() of a StageState gave"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """With a key for each state of each parameter, so that ranks with other parameters can read them."""
 
@@ -31,11 +33,9 @@ class StageState(Stateful):
     """
 
     def __init__(self, stages: ModelStage | Sequence[ModelStage], optimizer: torch.optim.Optimizer | None) -> None:
-        given = stages_of_this_rank(stages)
-        check_type(
-            "optimizer", optimizer, torch.optim.Optimizer | None, "the optimizer of the stages' parameters, or None"
-        )
-        self._modules = nn.ModuleList(stage.submod for stage in given)
+        advice = "the optimizer of the stages' parameters, or None"
+        check_type("optimizer", optimizer, torch.optim.Optimizer | None, advice)
+        self._modules = nn.ModuleList(stage.submod for stage in stages_of_this_rank(stages))
         self._optimizers = () if optimizer is None else (optimizer,)
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,6 +48,9 @@ class StageState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Each copy of a weight gets states of its own."""
+        check_type("state_dict", state_dict, dict, _FROM)
+        if lacking := {"model", "optimizer"} - state_dict.keys():
+            raise ConfigError(f"state_dict lacks {enumerated(sorted(lacking))}; give {_FROM}")
         model, optimizer = get_state_dict(self._modules, self._optimizers, options=_FLAT)
         set_state_dict(
             self._modules,

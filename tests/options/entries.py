@@ -346,6 +346,9 @@ ENTRIES: dict[str, Entry] = {
         lambda **given: ranks.StageState(**{"stages": [], "optimizer": None, **given}),
         {"stages": NOTHING, "optimizer": takes(either=("None",))},
     ),
+    "distributed.StageState.load_state_dict": Entry(
+        object.__new__(ranks.StageState).load_state_dict, {"state_dict": NOTHING}
+    ),
     "distributed.sum_tied_gradients": Entry(lambda **given: ranks.sum_tied_gradients(**given), {"stages": NOTHING}),
     "distributed.model_outputs": Entry(
         lambda **given: ranks.model_outputs(**{"stage": stages()[-1], "tensors": batch()[0], **given}),

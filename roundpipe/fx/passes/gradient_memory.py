@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 
 from roundpipe.core.allocations import Allocations
+from roundpipe.core.contexts import contextmanager
 
 
 class BackwardAllocations(Allocations):
