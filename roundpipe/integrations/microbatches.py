@@ -1,9 +1,10 @@
 """Cuts batches into microbatches so that the losses of the pieces make up the batch's.
 
-Whether a loss is a sum, or a mean over samples or tokens, is not assumed but measured: on a few samples, without
-gradients, together and apart. Those of the `WEIGHINGS` stay that explain what came out, by a clear margin if one does;
-where they disagree about a later batch, it is measured too. So is a batch with classes that were not measured beside
-others, since a loss may have weights of classes. A loss that no weighing explains is not cut.
+Whether a loss is a sum, or a mean over samples or tokens, is not assumed. The model's graph tells it of a loss of the
+model's own, as a rule. Any other is measured: on a few samples, without gradients, together and apart. Those of the
+`WEIGHINGS` stay that explain what came out, by a clear margin if one does; where they disagree about a later batch, it
+is measured too. So is a batch with classes that were not measured beside others, since a loss may have weights of
+classes. A loss that no weighing explains is not cut.
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ def _classes(piece: Batch, label_names: Sequence[str]) -> list[set[int]]:
 
 Measure = Callable[[Sequence[Batch]], list[float]]
 """Gives the losses of batches, each by itself."""
+Weighing = Callable[[Batch], float | None]
+"""What a piece counts for: a weight, -1 for a sum, None where it can't be told."""
 
-WEIGHINGS: dict[str, Callable[[Batch, Sequence[str]], int | None]] = {
+WEIGHINGS: dict[str, Callable[[Batch, Sequence[str]], float | None]] = {
     "a sum": lambda piece, label_names: -1,
     "a mean over tokens, shifted": lambda piece, label_names: _tokens(piece, label_names, shifted=True),
     "a mean over tokens": _tokens,
     "a mean over samples": lambda piece, label_names: piece.num_samples,
 }
-"""What a loss may be: weights of pieces by which it is put together, -1 for a sum, None where it can't be."""
+"""What a loss may be, each with its `Weighing`, which is given the names of labels, too."""
 
 
-def factors(weights: Sequence[int | None]) -> list[float] | None:
+def factors(weights: Sequence[float | None]) -> list[float] | None:
     """What the pieces' losses are multiplied by before they are added; None if the weights don't tell."""
     known = [weight for weight in weights if weight]
     if len(known) < len(weights):  # a mean over nothing is no number
@@ -114,6 +117,8 @@ class LossKind:
     """What is known of one loss, of batches whose labels are in the arguments ``label_names``."""
 
     label_names: Sequence[str]
+    known: Weighing | None = None
+    """Its weighing, where it needs no measurement."""
     errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEIGHINGS, 0.0))
     """Of each weighing that may be the loss's, by how much it was off at most so far."""
     _num_measured: int = 0
@@ -124,8 +129,14 @@ class LossKind:
 
     def cut(self, batch: Batch, number: int, measure: Measure) -> list[tuple[Batch, float]]:
         """A batch in ``number`` pieces, and what their losses count for; in one if the loss can't be cut."""
-        if number > 1 and (batch.num_samples or 1) > 1 and self.errors:
-            pieces, classes = cut(batch, number), _classes(batch, self.label_names)
+        if number <= 1 or (batch.num_samples or 1) <= 1:
+            return [(batch, 1.0)]
+        pieces = cut(batch, number)
+        if self.known is not None:
+            shares = factors(list(map(self.known, pieces)))
+            return [(batch, 1.0)] if shares is None else list(zip(pieces, shares, strict=True))
+        if self.errors:
+            classes = _classes(batch, self.label_names)
             if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
                 self._measure(batch, classes, measure)
             while self._has_new(classes) and self._measure(batch, classes, measure):
@@ -143,7 +154,7 @@ class LossKind:
         is_open = self.errors and len(self._alike) < MAX_CLASSES
         return bool(is_open and len(together) > 1 and not together <= self._alike)
 
-    def _weights(self, kind: str, pieces: Sequence[Batch]) -> list[int | None]:
+    def _weights(self, kind: str, pieces: Sequence[Batch]) -> list[float | None]:
         return [WEIGHINGS[kind](piece, self.label_names) for piece in pieces]
 
     def _factors(self, pieces: Sequence[Batch]) -> list[list[float] | None]:

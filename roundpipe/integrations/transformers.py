@@ -33,7 +33,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.arguments import RoundPipeArguments
-from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
+from roundpipe.integrations.microbatches import Batch, LossKind, Weighing, cut, num_samples
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -254,7 +254,13 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         return self._cut(batch, num_items, number, share, is_own)
 
     def _cut(self, batch: Batch, num_items: Any, number: int, share: float, is_own: bool) -> list[Microbatch]:
-        kind = self._kinds.setdefault((is_own, num_items is None), LossKind(self.label_names))
+        if number <= 1 or (batch.num_samples or 1) <= 1:
+            return [(batch, LossInputs(batch.inputs, num_items, share))]
+        key = is_own, num_items is None
+        if key not in self._kinds:
+            known = self._weighing(cut(batch, number)[0]) if is_own else None
+            self._kinds[key] = LossKind(self.label_names, known)
+        kind = self._kinds[key]
         pieces = kind.cut(batch, number, functools.partial(self._measure, num_items=num_items, is_own=is_own))
         return [(piece, LossInputs(piece.inputs, num_items, factor * share)) for piece, factor in pieces]
 
@@ -266,6 +272,16 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             "label": [replace(label, factor=label.factor * scale) for _, label in microbatches],
             "loss_fn": own_loss if is_own else self._loss_of,
         }
+
+    def _weighing(self, piece: Batch) -> Weighing | None:
+        """Of the model's own loss, if the graph for such a piece tells it."""
+        with self.accelerator.autocast():
+            losses = self.pipe.own_losses(piece.args, piece.kwargs)
+        own = next((each for each in losses if [access.key for access in each.path] in (["loss"], [0])), None)
+        if own is None or own.has_terms:
+            return None
+        counts = own.counts
+        return lambda piece: next(iter(counts(piece.args, piece.kwargs).values()), -1)
 
     def _measure(self, batches: Sequence[Batch], num_items: Any, is_own: bool) -> list[float]:
         """The loss of each batch by itself, without dropout."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from roundpipe.core.checks import check_flag
 from roundpipe.core.contexts import contextmanager
+from roundpipe.core.layers import OwnLoss
 from roundpipe.reports.timeline import Timeline, check_path
+from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.run_report import RunReport, make_report
 from roundpipe.wrappers.session import Runner
@@ -34,6 +37,15 @@ class ModelReports(ModelView):
     def trace_count(self) -> int:
         """How many times the model was traced."""
         return self._runner.trace_count
+
+    def own_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OwnLoss, ...]:
+        """Losses among the model's outputs of which its graph for a call tells what microbatches count for.
+
+        The model is traced if it was not for such a call; none where it runs without a graph.
+        """
+        with self._session.call():
+            chain = self._runner.source.chain_for(args, kwargs) if isinstance(self._runner, ChainRunner) else None
+        return () if chain is None else chain.own_losses
 
     def partition_table(self) -> str:
         """The layers and the stages as a table: those of the latest call, else those of a call like the example."""

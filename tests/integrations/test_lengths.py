@@ -12,10 +12,11 @@ import torch
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
+import roundpipe
 from roundpipe.fx.trace.verify import ShapeVerifier
 from roundpipe.integrations.transformers import RoundPipeTrainerMixin
 from tests.fx.modules import LogProbs
-from tests.integrations.trainers import adapted, llama, padded, texts, train_both
+from tests.integrations.trainers import adapted, bert, classified, llama, padded, texts, train_both
 
 NUM_STEPS = 8
 
@@ -86,3 +87,24 @@ def test_lengths_that_vary_make_few_traces(
     assert ours.state.global_step == NUM_STEPS
     assert ours.pipe.trace_count <= (2 if num_microbatches == 1 else 4)
     assert len(runs) <= (0 if num_microbatches == 1 else ours.pipe.trace_count)
+
+
+@pytest.mark.parametrize(
+    ("make", "collate"), [pytest.param(llama, padded, id="decoder"), pytest.param(bert, classified, id="classifier")]
+)
+def test_a_run_with_evaluation_makes_two_traces(
+    make: Any, collate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs tell what the model's own loss is, so that nothing is measured; the last batches are short."""
+    evaluated: list[bool] = []
+    forward_loss = roundpipe.RoundPipe.forward_loss
+    monkeypatch.setattr(
+        roundpipe.RoundPipe,
+        "forward_loss",
+        lambda self, *args, **kwargs: evaluated.append(self.training) or forward_loss(self, *args, **kwargs),
+    )
+    options = {"devices": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    options |= {"data_collator": collate, "eval_strategy": "steps", "eval_steps": 2}
+    _, ours = train_both(make, tmp_path, train_dataset=texts(11), **options)
+    assert ours.pipe.trace_count == 2
+    assert evaluated == [False] * 4  # two evaluations of two batches each

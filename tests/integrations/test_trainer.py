@@ -18,6 +18,7 @@ from tests.integrations.trainers import (
     adapted,
     assert_same_log,
     assert_same_weights,
+    bert,
     classified,
     llama,
     make_trainer,
@@ -133,14 +134,6 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
     """A loss that is given as `compute_loss_func`."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
-
-
-def bert() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **dropout)
-    return transformers.BertForSequenceClassification(config)
 
 
 def t5() -> Any:

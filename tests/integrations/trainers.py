@@ -30,6 +30,14 @@ def adapted(**options: Any) -> Any:
     return peft.get_peft_model(llama(**options), config)
 
 
+def bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **dropout)
+    return transformers.BertForSequenceClassification(config)
+
+
 def texts(number: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     """Token numbers, 3 to 9 of them; no two that follow each other are of one length."""
     generator = torch.Generator().manual_seed(seed)
