@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError, add_note, release_frames, said
-from roundpipe.core.module_tree import buffers_in
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
@@ -40,7 +39,7 @@ class CallSnapshot:
         if thorough:
             self._code = [FirstCall(call.chain), CodeSnapshot([], call.loss_fn)]
         else:
-            self._buffers = [(buffer, buffer.clone()) for buffer in buffers_in(call.chain) if not buffer.is_meta]
+            self._buffers = [(buffer, buffer.clone()) for buffer in call.inventory.buffers if not buffer.is_meta]
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)

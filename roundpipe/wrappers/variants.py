@@ -104,7 +104,8 @@ class JointChain(LayerChain):
             kwargs.pop(VARIANT, None)
             if number not in calls:
                 own = self.variants[number]
-                calls[number] = replace(call, chain=own, args=[], kwargs=[], labels=[], _tail=None, _hooks=None)
+                unknown: dict[str, Any] = dict.fromkeys(("_tail", "_hooks", "_inventory", "_trained"))
+                calls[number] = replace(call, chain=own, args=[], kwargs=[], labels=[], **unknown)
             calls[number].args.append(args)
             calls[number].kwargs.append(kwargs)
             calls[number].labels.append(label)

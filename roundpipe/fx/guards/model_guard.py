@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from roundpipe.fx.sizes import flat_values
 MAX_COMPARED_WEIGHT = 1 << 14
 """Elements of a weight that is looked at in each call, since a forward may write it."""
 _MISSING = object()
-_TRAINING = operator.attrgetter("training")
+_TRAINING = operator.itemgetter("training")
 
 
 @dataclass(slots=True)
@@ -92,7 +93,9 @@ class ModelGuard:
     ) -> None:
         self.own = own
         self._modules = modules_in(model)
-        self._training = list(map(_TRAINING, self._modules))
+        self._dicts = [module.__dict__ for module in self._modules]
+        self._has_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)
+        self._training = self._modes()
         self._forms = _WeightForms(model, replaced)
         places = [name.rpartition(".") for name in weights]
         owners = [(model.get_submodule(path), name) for path, _, name in places]
@@ -106,20 +109,30 @@ class ModelGuard:
         self._hooked = [module for module in self._modules if module in seen_through]
         self._hook_dicts = [[module.__dict__[name] for name in HOOKS] for module in self._hooked]
         self._hooks = [list(map(dict, own)) for own in self._hook_dicts]
+        hooks = list(chain.from_iterable(self._hook_dicts))
+        self._no_hooks, self._some_hooks = [each for each in hooks if not each], [each for each in hooks if each]
+        self._hooks_there = list(map(dict, self._some_hooks))
         leaves = [module for module in self._modules if module not in seen_through]
         leaf_hooks = [(leaf, hooks) for leaf in leaves for hooks in (leaf._forward_hooks, leaf._forward_pre_hooks)]
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
+        self._leaf_hook_dicts = [hooks for _, hooks in leaf_hooks]
+        self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
         self._quick = _QuickComparison(self._python.reach.places)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
         self._read = self._names_read()
-        self._dicts = [module.__dict__ for module in self._modules]
         self._keys = list(map(set, self._dicts))
         self._lengths = list(map(len, self._dicts))
         names = [(module, sorted(self._relevant(module, module.__dict__))) for module in self._modules]
         self._attributes = [(module, own, [module.__dict__[name] for name in own]) for module, own in names if own]
+        pairs = [
+            (module.__dict__, name, value)
+            for module, own, held in self._attributes
+            for name, value in zip(own, held, strict=True)
+        ]
+        self._owners, self._names, self._values = map(list, zip(*pairs, strict=True)) if pairs else ([], [], [])
 
     def restrict(self, reads: Reads) -> None:
         """From now on, of objects and registries that ``reads`` knows, only what was read counts."""
@@ -157,12 +170,17 @@ class ModelGuard:
         )
 
     def _change_of_mode(self) -> str | None:
-        training = list(map(_TRAINING, self._modules))
+        training = self._modes()
         if training == self._training:
             return None
         changed = [m for m, before in zip(self._modules, self._training, strict=True) if m.training != before]
         mode, first = "train" if changed[0].training else "eval", type(changed[0]).__name__
         return f"{len(changed)} of {len(self._modules)} modules are now in {mode} mode, a {first} first"
+
+    def _modes(self) -> list[bool]:
+        if self._has_scripted:  # which have no attributes of their own
+            return [module.training for module in self._modules]
+        return list(map(_TRAINING, self._dicts))
 
     def _change_of_weights(self) -> str | None:
         if change := self._forms.change():
@@ -179,12 +197,13 @@ class ModelGuard:
             raise ConfigError(
                 f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
             )
-        if self._hook_dicts != self._hooks:
+        if any(self._no_hooks) or self._some_hooks != self._hooks_there:
             for module, now, before in zip(self._hooked, self._hook_dicts, self._hooks, strict=True):
                 # its forward may install some itself
                 if now != before and hooks_by_code(module) != self.own.hooks.get(module):
                     return f"the hooks of a {type(module).__name__} are others now"
-        for module, hooks, known in self._leaf_hooks:
+        has_more = any(map(operator.gt, map(len, self._leaf_hook_dicts), self._num_leaf_hooks))
+        for module, hooks, known in self._leaf_hooks if has_more else ():
             if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
                 return f"a {type(module).__name__} has got a hook that may keep what it is given"
         if list(map(len, self._weight_dicts)) != self._num_weights:
@@ -192,13 +211,12 @@ class ModelGuard:
         return None
 
     def _change_of_attributes(self) -> str | None:
-        for module, names, values in self._attributes:
-            attributes = module.__dict__
-            now = [attributes.get(name, _MISSING) for name in names]
-            if not all(map(operator.is_, now, values)):
-                for name, value, before in zip(names, now, values, strict=True):
-                    if not trees.same(before, value) and not self._sets_itself(module, name, value):
-                        return f"{type(module).__name__}.{name} is {_words(value)}, traced with {_words(before)}"
+        values_now = map(dict.get, self._owners, self._names, repeat(_MISSING))  # of thousands: no Python for each
+        for module, names, values in () if all(map(operator.is_, values_now, self._values)) else self._attributes:
+            for name, before in zip(names, values, strict=True):
+                value = module.__dict__.get(name, _MISSING)
+                if not trees.same(before, value) and not self._sets_itself(module, name, value):
+                    return f"{type(module).__name__}.{name} is {_words(value)}, traced with {_words(before)}"
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
                 for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
@@ -235,8 +253,9 @@ class _QuickComparison:
         for place in all_places:
             by_kind.setdefault(place.kind, []).append(place)
         containers = [place for place in by_kind.get("container", ()) if place.view is CONTAINER]
-        self._dicts = [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)]
-        self._lists = [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))]
+        dicts = [(place.owner, place.held) for place in containers if isinstance(place.owner, dict)]
+        lists = [(place.owner, place.held) for place in containers if isinstance(place.owner, (list, deque))]
+        self._contents = _Contents(dict.__len__, dict.values, dicts), _Contents(len, iter, lists)
         self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
         self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
         self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
@@ -246,13 +265,33 @@ class _QuickComparison:
 
     def is_same(self) -> bool:
         return (
-            all(list(map(id, dict.values(owner))) == held for owner, held in self._dicts)
-            and all(list(map(id, owner)) == held for owner, held in self._lists)
+            all(held.is_same() for held in self._contents)
             and all(owner == held for owner, held in self._sets)
             and all(owner.get(key) is held for owner, key, held in self._variables)
             and all(len(owner) == number for owner, number in self._names)
             and not any(place.is_changed() for place in self._others)
         )
+
+
+class _Contents:
+    """What containers hold, compared all at once."""
+
+    def __init__(
+        self,
+        length: Callable[[Any], int],
+        items: Callable[[Any], Iterable[Any]],
+        containers: Sequence[tuple[Any, Any]],
+    ) -> None:
+        self._length, self._items = length, items
+        self._owners = [owner for owner, _ in containers]
+        self._lengths = [len(held) for _, held in containers]
+        self._held = list(chain.from_iterable(items(held) for _, held in containers))
+
+    def is_same(self) -> bool:
+        """Whether they hold these very objects in this order."""
+        if list(map(self._length, self._owners)) != self._lengths:
+            return False
+        return all(map(operator.is_, chain.from_iterable(map(self._items, self._owners)), self._held))
 
 
 class _WeightForms:
@@ -267,8 +306,8 @@ class _WeightForms:
         uses = {kind: uses_of_forward(kind) for kind in set(map(type, modules.values()))}
         set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
         parameters, buffers = [], []
-        self._tables: list[tuple[str, Any, int, set[str]]] = []
-        """Of buffers: the module's prefix, how many there were, and the names that may be there."""
+        self._tables: list[tuple[str, Any, set[str]]] = []
+        """Of buffers: the module's prefix, and the names that may be there."""
         for path, module in modules.items():
             use, prefix, get = uses[type(module)], f"{path}." if path else "", _getter(module._parameters)
             for name in module._parameters.keys():  # without keys(), those of scripted modules can't be iterated
@@ -276,22 +315,31 @@ class _WeightForms:
             if "register_buffer" not in use.reads:
                 get, names = _getter(module._buffers), module._buffers.keys()
                 buffers += [(prefix + name, get, name, _BUFFER) for name in names if name not in set_anywhere]
-                self._tables.append((prefix, module._buffers, len(names), {*names, *set_anywhere}))
+                self._tables.append((prefix, module._buffers, {*names, *set_anywhere}))
         places = parameters + buffers
-        self._absent = [(get, name) for _, get, name, _ in places if get(name) is None]
+        self._lengths = [len(table) for _, table, _ in self._tables]
+        absent = [(get, name) for _, get, name, _ in places if get(name) is None]
+        self._absent = [get for get, _ in absent], [name for _, name in absent]
         self._places = [place for place in places if place[1](place[2]) is not None and place[0] not in replaced]
-        self._forms = [look(get(name)) for _, get, name, look in self._places]
+        self._gets, self._names = [place[1] for place in self._places], [place[2] for place in self._places]
+        self._looks = [place[3] for place in self._places]
+        self._forms = self._forms_now()
+
+    def _forms_now(self) -> list[Any]:
+        """Of thousands at each call: no Python for each."""
+        return list(map(operator.call, self._looks, map(operator.call, self._gets, self._names)))
 
     def change(self) -> str | None:
         """What is otherwise now, in words."""
-        for prefix, table, number, names in self._tables:
-            if len(table) != number and (new := sorted(set(table.keys()) - names)):
+        has_lengths = [len(table) for _, table, _ in self._tables] == self._lengths
+        for prefix, table, names in () if has_lengths else self._tables:
+            if new := sorted(set(table.keys()) - names):
                 return f"{prefix}{new[0]}, a buffer, is new"
-        for get, name in self._absent:
-            if get(name) is not None:
+        for tensor, name in zip(map(operator.call, *self._absent), self._absent[1], strict=True):
+            if tensor is not None:
                 return f"{name}, which was None, is a tensor now"
         try:
-            if [look(get(name)) for _, get, name, look in self._places] == self._forms:
+            if self._forms_now() == self._forms:
                 return None
         except AttributeError:  # there is None in a place
             pass

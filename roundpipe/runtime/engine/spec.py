@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core import trees
+from roundpipe.core import inventory, trees
+from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain, LayerSpec, Tail
-from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED, Tiles
@@ -83,20 +83,30 @@ class Call:
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None
     _hooks: list[tuple[int, nn.Module, Any]] | None = None
-    _parameters: list[list[torch.Tensor]] | None = None
+    _inventory: Inventory | None = None
+    _trained: dict[int, list[torch.Tensor]] | None = None
 
     @property
-    def parameters(self) -> list[list[torch.Tensor]]:
-        """Those of each layer, as the modules have them when it is first asked."""
-        if self._parameters is None:
-            self._parameters = [[*parameters_in(layer)] for layer in self.chain]
-        return self._parameters
+    def inventory(self) -> Inventory:
+        """What the layers hold when it is first asked."""
+        if self._inventory is None:
+            self._inventory = inventory.of_children(self.chain)
+        return self._inventory
+
+    @property
+    def parameters(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Those of each layer."""
+        return self.inventory.parameters
 
     @property
     def trained(self) -> dict[int, list[torch.Tensor]]:
-        """Per layer that has some, the parameters that are trained now."""
-        found = ((index, [each for each in held if each.requires_grad]) for index, held in enumerate(self.parameters))
-        return {index: parameters for index, parameters in found if parameters}
+        """Per layer that has some, the parameters that are trained when it is first asked."""
+        if self._trained is None:
+            trained = (
+                (index, [each for each in own if each.requires_grad]) for index, own in enumerate(self.parameters)
+            )
+            self._trained = {index: parameters for index, parameters in trained if parameters}
+        return self._trained
 
     @property
     def hooks(self) -> list[tuple[int, nn.Module, Any]]:
@@ -104,7 +114,7 @@ class Call:
         if self._hooks is None:
             self._hooks = [
                 (index, module, hook)
-                for index, layer in enumerate(self.chain)
+                for index, layer in enumerate(self.chain if self.inventory.has_hooks() else ())
                 for module in hooked_modules(layer)
                 for hook in forward_hooks(module)
             ]

@@ -43,7 +43,7 @@ from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
-from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, look
 from roundpipe.runtime.weights.twins import Twins
 
 
@@ -190,11 +190,10 @@ class OptimizerSide(UpdateSteps):
         self.raise_pending()
         self._runner.warn_if_due()
         takes_back = adds_gradients and not (has_backward_later and self._loop == "own")
-        for pair in self._pairs:
-            if takes_back:
-                pair.take_back()
-            if not has_update:  # it writes the parameters itself
-                pair.look()
+        for pair in [pair for pair in self._pairs if pair.shown is not None] if takes_back else ():
+            pair.take_back()
+        if not has_update:  # it writes the parameters itself
+            look(self._pairs)
         self._begin_there()
         self._has_new_gradients |= adds_gradients
 

@@ -13,9 +13,12 @@ trains, and of a parameter's values, can't be seen.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,6 +58,7 @@ class _BeforeForward(_ReadHook):
             self.settle()
 
 
+_PRE_HOOKS = operator.itemgetter("_forward_pre_hooks")
 _LOCK = threading.Lock()
 _watches: weakref.WeakSet[ReadWatch] | None = None
 """Of models whose wrappers are open; None: the methods of parameters are torch's own yet."""
@@ -82,6 +86,11 @@ def _open(watch: ReadWatch) -> None:
         _watches.add(watch)
 
 
+def _do_all(function: Callable[..., object], *arguments: Iterable[Any]) -> None:
+    """Call a function for each of some arguments: for thousands of modules at each call, so that this is no Python."""
+    deque(map(function, *arguments), maxlen=0)
+
+
 class ReadWatch:
     """Watches the modules that a model has now, and its parameters."""
 
@@ -94,6 +103,7 @@ class ReadWatch:
         for module in self._modules:
             for name in _READ_LAST:
                 module.__dict__[name] = module.__dict__.pop(name)
+        self._attributes = [module.__dict__ for module in self._modules]
         _open(self)
 
     def settle(self, parameter: nn.Parameter | None = None) -> None:
@@ -111,15 +121,18 @@ class ReadWatch:
         """Calls are read from now on, if the model lacks something."""
         if not self._is_open and self._optimizer.is_stale:
             self._is_open, hook = True, self._before_forward
-            for module in self._modules:
-                module._forward_pre_hooks[id(hook)] = hook
+            _do_all(operator.setitem, map(_PRE_HOOKS, self._attributes), repeat(id(hook)), repeat(hook))
 
     def close_forward(self) -> None:
         """Calls are the wrapper's own from now on."""
         if self._is_open:
-            self._is_open, key = False, id(self._before_forward)
-            for module in self._modules:
-                module._forward_pre_hooks.pop(key, None)
+            self._is_open = False
+            hooks, key = map(_PRE_HOOKS, self._attributes), id(self._before_forward)
+            try:
+                _do_all(operator.delitem, hooks, repeat(key))
+            except KeyError:  # somebody has cleared hooks
+                for module in self._modules:
+                    module._forward_pre_hooks.pop(key, None)
 
     def end(self) -> None:
         """Take the hooks off the model; safe to call twice."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ class Fingerprint:
     version: int
     address: int
     sample: torch.Tensor | None
-    """Bits of some elements: a write through ``.data`` leaves no other mark."""
+    """Some elements: a write through ``.data`` leaves no other mark."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, *, with_sample: bool = True) -> Fingerprint:
@@ -36,10 +38,40 @@ class Fingerprint:
     @property
     def has_other_values(self) -> bool:
         """Whether the sample holds something else by now."""
-        if self.sample is None:
-            return False
-        now = _sample(self.parameter)
-        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
+        return has_other_values([self])
+
+
+def any_marked(prints: Sequence[Fingerprint]) -> bool:
+    """Whether `Fingerprint.is_marked` holds for one of many, which a call asks of all parameters."""
+    plain = [each for each in prints if each.address]
+    try:
+        versions = [each.parameter._version for each in plain]
+    except RuntimeError:  # tensors of the inference mode have none
+        return any(each.is_marked for each in prints)
+    if versions != [each.version for each in plain]:
+        return True
+    if [each.parameter.data_ptr() for each in plain] != [each.address for each in plain]:
+        return True
+    return len(plain) < len(prints) and any(each.is_marked for each in prints if not each.address)
+
+
+@torch.no_grad()
+def has_other_values(prints: Sequence[Fingerprint]) -> bool:
+    """Whether the sample of one of these holds something else by now; a few operators for all."""
+    of_dtype: defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for each in prints:
+        if (before := each.sample) is not None and (now := _sample(each.parameter)) is not None:
+            if now.dtype == before.dtype:
+                if now.shape != before.shape:
+                    return True
+                of_dtype[now.dtype].append((now, before))
+    return any(not torch.equal(*map(_bits, zip(*pairs, strict=True))) for pairs in of_dtype.values())
+
+
+def _bits(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of many samples of one dtype: what is no number is equal to itself, too."""
+    joined = torch.cat(list(samples))
+    return joined.view(_BITS[joined.element_size()])
 
 
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
@@ -48,9 +80,9 @@ def _marks(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
-    bits = _BITS.get(parameter.element_size())
-    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
+    """About `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
+    suits = is_plain(parameter) and parameter.is_cpu and parameter.is_contiguous()
+    if not suits or parameter.element_size() not in _BITS:
         return None
-    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
-    return parameter.detach().view(-1)[::stride].view(bits)
+    stride = (size := parameter.numel()) // SAMPLED | 1  # odd: not always the same column
+    return parameter.detach().as_strided((-(-size // stride),), (stride,))

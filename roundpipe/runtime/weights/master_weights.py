@@ -13,7 +13,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
-from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, look, with_other_values
 from roundpipe.runtime.weights.shard import Shard
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -38,7 +38,7 @@ class MasterWeights:
     Args:
         named_parameters: gives those of the model, in order; a shared parameter may come under each of its names and
             has one copy. Asked again before each step and whenever the copies are asked for, so that parameters that
-            were replaced or added since are found.
+            were replaced or added since are found; who gives the same tuple again says that none were.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         widens_half: None gives float32 copies to parameters of half precision; else there is a warning of them.
         shard: the part of each parameter that has a copy; None: all.
@@ -55,6 +55,8 @@ class MasterWeights:
         self._named_parameters = named_parameters
         self._optim_dtype = optim_dtype
         self._widens_half = widens_half
+        self._dtypes: dict[torch.dtype, torch.dtype] = {}
+        """Of copies, by the parameter's."""
         self._has_warned = False
         self._converts_early = False
         self.is_aside = False
@@ -62,6 +64,8 @@ class MasterWeights:
         self._pairs: list[ParameterPair] = []
         self._by_name: dict[str, ParameterPair] = {}
         self._by_parameter: dict[torch.Tensor, ParameterPair] = {}
+        self._found: NamedParameters | None = None
+        """What was given last, if that is told by its identity, and all these have pairs."""
         self._find()
 
     def __iter__(self) -> Iterator[ParameterPair]:
@@ -73,7 +77,11 @@ class MasterWeights:
 
     def _find(self) -> None:
         """One pair per parameter object that the model has now; pairs go on for those that it had before."""
-        now, known = list(self._named_parameters()), self._by_name
+        found = self._named_parameters()
+        if found is self._found:
+            return
+        now, known = list(found), self._by_name
+        self._found = found if isinstance(found, tuple) else None
         is_same = len(now) == len(known) and all(name in known and known[name].parameter is each for name, each in now)
         if is_same and len({each for _, each in now}) == len(self._pairs):
             return
@@ -89,10 +97,14 @@ class MasterWeights:
 
     def with_new(self) -> Sequence[ParameterPair]:
         """All, with parameters that the model has got since; those whose place others took may come back."""
+        found = self._named_parameters()
+        if found is self._found:
+            return tuple(self._pairs)
         new: dict[torch.Tensor, ParameterPair] = {}
-        for name, parameter in self._named_parameters():
+        for name, parameter in found:
             if parameter not in self._by_parameter and isinstance(parameter, nn.Parameter):
                 new.setdefault(parameter, ParameterPair([], parameter, shard=self._shard)).names.append(name)
+        self._found = None
         self._pairs, self._by_parameter = [*self._pairs, *new.values()], {**self._by_parameter, **new}
         return tuple(self._pairs)
 
@@ -104,20 +116,24 @@ class MasterWeights:
     def make_copies(self, pairs: Sequence[ParameterPair]) -> list[ParameterPair]:
         """Those of these that are trainable now, each with a copy."""
         trainable = [pair for pair in pairs if pair.parameter.requires_grad]
-        new = [pair for pair in trainable if pair.copy is None]
-        copies_bytes = sum(pair.parameter.numel() * self._dtype_of_copy(pair).itemsize for pair in new)
-        num_shards = 1 if self._shard is None else self._shard.count
-        HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes // num_shards})
-        for pair in trainable:
-            if pair.copy is None:
+        if self._optim_dtype is None:
+            for pair in trainable:
+                if pair.copy is not None and pair.copy.dtype is not self._dtype_of_copy(pair):
+                    pair.follow_dtype(self._dtype_of_copy(pair))
+        if new := [pair for pair in trainable if pair.copy is None]:
+            copies_bytes = sum(pair.parameter.numel() * self._dtype_of_copy(pair).itemsize for pair in new)
+            num_shards = 1 if self._shard is None else self._shard.count
+            HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes // num_shards})
+            for pair in new:
                 pair.make_copy(self._dtype_of_copy(pair))
-            elif self._optim_dtype is None:
-                pair.follow_dtype(self._dtype_of_copy(pair))
         self._warn_of_half(trainable)
         return trainable
 
     def _dtype_of_copy(self, pair: ParameterPair) -> torch.dtype:
-        return copy_dtype(pair.parameter.dtype, self._optim_dtype, widens_half=self._widens_half)
+        dtype = pair.parameter.dtype
+        if (known := self._dtypes.get(dtype)) is None:
+            known = self._dtypes[dtype] = copy_dtype(dtype, self._optim_dtype, widens_half=self._widens_half)
+        return known
 
     def copy_dtypes(self) -> list[torch.dtype]:
         """The dtypes of the copies, made or to be made, of parameters that are trainable now."""
@@ -127,7 +143,8 @@ class MasterWeights:
         """Warn, once, of copies in half precision that nobody asked for."""
         if self._has_warned or self._optim_dtype is not None:
             return
-        half = [pair for pair in trainable if pair.copy is not None and _is_half(pair.copy.dtype)]
+        halves = set(filter(_is_half, {pair.copy.dtype for pair in trainable if pair.copy is not None}))
+        half = [pair for pair in trainable if pair.copy is not None and pair.copy.dtype in halves] if halves else []
         if half:
             self._has_warned = True
             names = enumerated([pair.names[0] for pair in half])
@@ -228,6 +245,7 @@ class MasterWeights:
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """A parameter was loaded, and may be another object now: its copy starts again."""
         if (pair := self._by_name.get(name)) is not None:
+            self._found = None
             if pair.parameter is not parameter:
                 self._by_parameter.pop(pair.parameter)
                 self._pairs = [each for each in self._pairs if each.parameter is not parameter]
@@ -244,9 +262,8 @@ def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
     Raises:
         ConfigError: an update is on its way into the model, so that both have new values.
     """
-    for pair in pairs:
-        pair.look()
-    unmarked = [pair for pair in pairs if not pair.is_written and pair.has_other_values]
+    look(pairs)
+    unmarked = with_other_values([pair for pair in pairs if not pair.is_written])
     written = [pair for pair in pairs if pair.is_written] + unmarked
     if written and has_update:
         for pair in written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
-from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked, has_other_values
 from roundpipe.runtime.weights.shard import Shard
 from roundpipe.runtime.weights.together import add_all, add_converted, copy_all
 from roundpipe.runtime.weights.twins import Twin, Twins
@@ -63,11 +63,6 @@ class ParameterPair:
         if self.fingerprint is not None and self.fingerprint.is_marked:
             self.is_written = True
             self.agree()
-
-    @property
-    def has_other_values(self) -> bool:
-        """Whether the model's parameter was written without a mark, as far as the sample shows."""
-        return self.fingerprint is not None and self.fingerprint.has_other_values
 
     def agree(self) -> None:
         """The copy's side, if there is a copy, knows what the model's parameter holds now."""
@@ -320,6 +315,22 @@ class ParameterPair:
         elif given is not shown or is_written:
             gradient = self._converted(given)
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
+
+
+def look(pairs: Iterable[ParameterPair]) -> None:
+    """`ParameterPair.look` of many, which are compared together, since most often nobody has written one."""
+    known = [(pair, print) for pair in pairs if (print := pair.fingerprint) is not None]
+    if any_marked([print for _, print in known]):
+        for pair, _ in known:
+            pair.look()
+
+
+def with_other_values(pairs: Iterable[ParameterPair]) -> list[ParameterPair]:
+    """Those whose parameters were written without a mark, as far as samples show."""
+    known = [(pair, print) for pair in pairs if (print := pair.fingerprint) is not None]
+    if not has_other_values([print for _, print in known]):
+        return []
+    return [pair for pair, print in known if print.has_other_values]
 
 
 def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) -> None:
