@@ -10,6 +10,7 @@ from torch import nn
 import roundpipe
 from roundpipe.runtime.device import host_limit
 from roundpipe.runtime.weights.banks import EarlyGradient
+from roundpipe.runtime.weights.together import Together
 from tests.repeats import repeats
 from tests.runtime.models import assert_equal_bits, config, square_loss
 
@@ -196,12 +197,18 @@ def test_without_room_there_is_no_second_memory(monkeypatch):
 
 def test_a_gradient_that_grew_is_converted_again():
     early, gradient = EarlyGradient(torch.empty(2)), torch.ones(2).bfloat16()
-    early.convert(gradient)
+
+    def convert():
+        with Together() as together:
+            early.convert(gradient, together)
+        early.converted(gradient)
+
+    convert()
     assert early.take(gradient).tolist() == [1, 1] and early.take(gradient) is None
-    early.convert(gradient)
+    convert()
     gradient.add_(1)
     assert early.take(gradient) is None
-    early.convert(gradient)
+    convert()
     assert early.take(gradient.clone()) is None
 
 

@@ -1,9 +1,10 @@
 """What is done to many tensors in one call gives what one call per tensor gives."""
 
+import pytest
 import torch
 
 from roundpipe.runtime.weights import together as module
-from roundpipe.runtime.weights.together import add_all, add_converted, copy_all
+from roundpipe.runtime.weights.together import Together, add_all, add_converted, copy_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,3 +46,23 @@ def test_a_sum_in_pieces_is_that_of_the_whole(monkeypatch):
 def test_nothing_is_nothing():
     copy_all([])
     add_all([])
+
+
+def test_what_was_noted_is_done_whatever_is_raised():
+    written, sums = torch.zeros(3), torch.ones(2)
+    with pytest.raises(ZeroDivisionError), Together() as together:
+        together.copy(written, torch.ones(3).bfloat16())
+        together.add(sums, torch.ones(2))
+        assert not written.any()
+        raise ZeroDivisionError
+    assert written.tolist() == [1, 1, 1] and sums.tolist() == [2, 2]
+
+
+def test_what_was_noted_is_what_one_call_each_does(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", 10)
+    found, expected = pairs_of(3), pairs_of(3)
+    with Together() as together:
+        for position, (written, read) in enumerate(found):
+            (together.add if position % 2 else together.copy)(written, read)
+    for position, ((now, _), (written, read)) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(now, written.add_(read) if position % 2 else written.copy_(read))

@@ -348,7 +348,9 @@ class StepState:
                     adds.append(job.index)
         jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
         for index, use in of_layers.items():
-            for tensor in self.spec.weights[index].parameters():
+            for slot in self.spec.weights[index].slots:
+                if not slot.is_parameter or (tensor := slot.current) is None:
+                    continue
                 if (other := jobs_of.setdefault(tensor, use)) is not use:  # tied
                     uploads, adds = (sorted({*one, *two}) for one, two in zip(other, use, strict=True))
                     jobs_of[tensor] = uploads, adds

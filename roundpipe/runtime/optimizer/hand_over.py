@@ -8,6 +8,7 @@ per turn: its work is given to the device in a few launches, and nothing waits u
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, follow_twins, take_gradients_there, write_twins
+from roundpipe.runtime.weights.parameter_pair import (
+    ParameterPair,
+    follow_twins,
+    take_gradients,
+    write_all,
+    write_twins,
+)
 from roundpipe.runtime.weights.twins import Twins
 
 HAND_OVER_BYTES = 16 * 1024**2
@@ -128,12 +135,8 @@ class HandOver:
                 group = to_take.popleft().pairs
                 if not any(step.failed for step in steps):
                     with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
-                        if group[0].twin is not None:
-                            with unnoticed():
-                                take_gradients_there(group)
-                        else:
-                            for pair in group:
-                                pair.take_gradient()
+                        with contextlib.nullcontext() if group[0].twin is None else unnoticed():
+                            take_gradients(group)
                     if ranks is not None:
                         ranks.complete(group)
                 self._gates.gradients.open(pair.parameter for pair in group)
@@ -161,11 +164,13 @@ class HandOver:
                 if group[0].twin is not None:
                     self._write_twins(group)
                     continue
+                unstaged: list[ParameterPair] = []
                 for pair in group:
                     if swaps and pair.is_staged:
                         pair.swap_weights()
                     else:
-                        pair.write_weights()
+                        unstaged.append(pair)
+                write_all(unstaged)
 
     def _write_twins(self, group: Sequence[ParameterPair]) -> None:
         with unnoticed():

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.together import Together
 
 
 @dataclass(slots=True)
@@ -84,11 +85,16 @@ class EarlyGradient:
     num_expected: int = 1
     """How often that was before."""
 
-    def convert(self, gradient: torch.Tensor) -> None:
-        if self.memory is not None:
-            self.of = None
-            self.memory.copy_(gradient)
-            self.of = gradient, gradient._version
+    def convert(self, gradient: torch.Tensor, together: Together) -> bool:
+        """Have it converted, if there is memory for it; `converted` is told when it is."""
+        self.of = None
+        if self.memory is None:
+            return False
+        together.copy(self.memory, gradient)
+        return True
+
+    def converted(self, gradient: torch.Tensor) -> None:
+        self.of = gradient, gradient._version
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The converted gradient, if it is what ``gradient`` is now; the next one is awaited then."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,7 +14,9 @@ from roundpipe.core.storages import is_plain
 
 SAMPLED = 128
 """Elements of each parameter that are compared before an update."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Format = Literal["B", "H", "I", "Q"]
+_FORMATS: dict[int, _Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""Of elements as bits, by their bytes, in memory views."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,12 @@ class Fingerprint:
     parameter: torch.Tensor
     version: int
     address: int
-    sample: torch.Tensor | None
-    """Some elements: a write through ``.data`` leaves no other mark."""
+    sample: tuple[_Format, bytes] | None
+    """The bits of some elements: a write through ``.data`` leaves no other mark."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, *, with_sample: bool = True) -> Fingerprint:
-        sample = _sample(parameter) if with_sample else None
-        return cls(parameter, *_marks(parameter), None if sample is None else sample.clone())
+        return cls(parameter, *_marks(parameter), _sample(parameter) if with_sample else None)
 
     @property
     def is_marked(self) -> bool:
@@ -38,7 +41,9 @@ class Fingerprint:
     @property
     def has_other_values(self) -> bool:
         """Whether the sample holds something else by now."""
-        return has_other_values([self])
+        if self.sample is None or (now := _sample(self.parameter)) is None:
+            return False
+        return now[0] == self.sample[0] and now[1] != self.sample[1]
 
 
 def any_marked(prints: Sequence[Fingerprint]) -> bool:
@@ -55,34 +60,27 @@ def any_marked(prints: Sequence[Fingerprint]) -> bool:
     return len(plain) < len(prints) and any(each.is_marked for each in prints if not each.address)
 
 
-@torch.no_grad()
-def has_other_values(prints: Sequence[Fingerprint]) -> bool:
-    """Whether the sample of one of these holds something else by now; a few operators for all."""
-    of_dtype: defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for each in prints:
-        if (before := each.sample) is not None and (now := _sample(each.parameter)) is not None:
-            if now.dtype == before.dtype:
-                if now.shape != before.shape:
-                    return True
-                of_dtype[now.dtype].append((now, before))
-    return any(not torch.equal(*map(_bits, zip(*pairs, strict=True))) for pairs in of_dtype.values())
-
-
-def _bits(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of many samples of one dtype: what is no number is equal to itself, too."""
-    joined = torch.cat(list(samples))
-    return joined.view(_BITS[joined.element_size()])
-
-
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
     version = 0 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if is_plain(parameter) else 0
 
 
-def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """About `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
-    suits = is_plain(parameter) and parameter.is_cpu and parameter.is_contiguous()
-    if not suits or parameter.element_size() not in _BITS:
+def _sample(parameter: torch.Tensor) -> tuple[_Format, bytes] | None:
+    """The bits of about `SAMPLED` elements all over a parameter; None if it is not one piece of memory here.
+
+    They are read without torch, whose every call lets other threads go first: hundreds of parameters are looked at.
+    """
+    size, num = parameter.element_size(), parameter.numel()
+    kind = _FORMATS.get(size)
+    if kind is None or not is_plain(parameter) or not parameter.is_cpu or not parameter.is_contiguous():
         return None
-    stride = (size := parameter.numel()) // SAMPLED | 1  # odd: not always the same column
-    return parameter.detach().as_strided((-(-size // stride),), (stride,))
+    if not num or parameter.untyped_storage().nbytes() < (parameter.storage_offset() + num) * size:
+        return None  # its memory was taken away
+    memory = _bytes_type(num * size).from_address(parameter.data_ptr())
+    stride = num // SAMPLED | 1  # odd: not always the same column
+    return kind, memoryview(memory).cast("B").cast(kind)[::stride].tobytes()
+
+
+@functools.cache
+def _bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * num_bytes  # a new class each time, says ctypes, unless somebody keeps it

@@ -13,7 +13,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, look, with_other_values
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, convert_gradients, look, with_other_values
 from roundpipe.runtime.weights.shard import Shard
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -192,9 +192,9 @@ class MasterWeights:
     @torch.no_grad()
     def gradients_came(self, parameters: Iterable[torch.Tensor]) -> None:
         """Something was added to the gradients of these; called before anybody may take them."""
-        for parameter in parameters if self._converts_early and not self.is_aside else ():
-            if (pair := self._by_parameter.get(parameter)) is not None:
-                pair.gradient_came()
+        if self._converts_early and not self.is_aside:
+            known = self._by_parameter
+            convert_gradients(pair for each in parameters if (pair := known.get(each)) is not None)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:

@@ -15,9 +15,9 @@ from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
-from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked, has_other_values
+from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.together import add_all, add_converted, copy_all
+from roundpipe.runtime.weights.together import Together, copy_all
 from roundpipe.runtime.weights.twins import Twin, Twins
 
 
@@ -134,16 +134,12 @@ class ParameterPair:
             return copy is not None
         return not torch.equal(self.part(now), copy.to(now.device, now.dtype))
 
-    def write_weights(self) -> None:
-        """Write the copy into the model's parameter, which lies in its own memory then; or into its twin."""
-        if self.twin is not None:
-            write_twins([self])
-            return
+    def write_weights(self, together: Together) -> None:
+        """Write the copy into the model's parameter, which lies in its own memory then; they `agree` afterwards."""
         if self.banks is not None:
             self.banks.go_home(keeps_values=self.copy is None)
         if self.copy is not None:
-            self.parameter.copy_(self.copy)
-        self.agree()
+            together.copy(self.parameter, self.copy)
 
     def write_host(self) -> None:
         """Write the twin into the model's parameter, if that is behind."""
@@ -221,20 +217,21 @@ class ParameterPair:
             self.banks.go_home()
             self.agree()
 
-    def gradient_came(self) -> None:
-        """Something was added to the model's gradient: convert it if that seems to be all."""
+    def gradient_came(self, together: Together) -> torch.Tensor | None:
+        """Something was added to the model's gradient: have it converted if that seems to be all, and return it."""
         early, copy, gradient = self.early, self.copy, self.holder.grad
         early.num_came += 1
         if early.num_came != early.num_expected or copy is None or gradient is None or self.twin is not None:
-            return
+            return None
         if self._suits_copy(gradient):
-            return
+            return None
         if early.memory is None and HOST_LIMIT.has_room(copy.nbytes):
             early.memory = on_huge_pages(torch.empty_like(copy.detach()))
-        early.convert(gradient)
+        return gradient if early.convert(gradient, together) else None
 
-    def take_gradient(self) -> None:
+    def take_gradient(self, together: Together) -> None:
         """Add the model's gradient to the copy's; with a shard, have it ready for the ranks."""
+        self.join_gradient()
         copy, gradient, self.holder.grad = self.copy, self.holder.grad, None
         if gradient is None or copy is None:
             return
@@ -245,9 +242,9 @@ class ParameterPair:
         if copy.grad is None and early is not None:
             copy.grad, self.spare, self.early.memory = early, early, self.spare
         elif copy.grad is None:
-            copy.grad = self._converted(gradient)
+            copy.grad = self._converted(gradient, together)
         elif copy.grad.layout is torch.strided:
-            add_converted(copy.grad, gradient.to(copy.device) if early is None else early)
+            together.add(copy.grad, gradient.to(copy.device) if early is None else early)
         else:
             copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
 
@@ -262,7 +259,7 @@ class ParameterPair:
         is_same = copy is not None and gradient.dtype == copy.dtype and gradient.device == copy.device
         return is_same or gradient.layout is not torch.strided
 
-    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _converted(self, gradient: torch.Tensor, together: Together) -> torch.Tensor:
         """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
         assert self.copy is not None
         gradient = gradient.detach()
@@ -270,7 +267,8 @@ class ParameterPair:
             return gradient
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
-        return self._spare_memory().copy_(gradient)
+        together.copy(memory := self._spare_memory(), gradient)
+        return memory
 
     def _spare_memory(self) -> torch.Tensor:
         """For the copy's gradient."""
@@ -313,7 +311,8 @@ class ParameterPair:
         if given is None:
             gradient = None
         elif given is not shown or is_written:
-            gradient = self._converted(given)
+            with Together() as together:
+                gradient = self._converted(given, together)
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
 
 
@@ -327,10 +326,7 @@ def look(pairs: Iterable[ParameterPair]) -> None:
 
 def with_other_values(pairs: Iterable[ParameterPair]) -> list[ParameterPair]:
     """Those whose parameters were written without a mark, as far as samples show."""
-    known = [(pair, print) for pair in pairs if (print := pair.fingerprint) is not None]
-    if not has_other_values([print for _, print in known]):
-        return []
-    return [pair for pair, print in known if print.has_other_values]
+    return [pair for pair in pairs if pair.fingerprint is not None and pair.fingerprint.has_other_values]
 
 
 def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) -> None:
@@ -364,25 +360,29 @@ def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:
         twin.is_ahead = False
 
 
-def take_gradients_there(pairs: Sequence[ParameterPair]) -> None:
-    """`ParameterPair.take_gradient` of these, whose copies and gradients are on one device."""
-    converted: list[tuple[torch.Tensor, torch.Tensor]] = []
-    added: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for pair in pairs:
-        pair.join_gradient()
-        copy, gradient = pair.copy, pair.holder.grad
-        earlier = None if copy is None else copy.grad
-        if copy is None or gradient is None or gradient.layout is not torch.strided:
-            pair.take_gradient()
-        elif earlier is None and gradient.dtype == copy.dtype:
-            pair.take_gradient()  # as it is
-        elif earlier is None:
-            pair.holder.grad, copy.grad = None, (memory := pair._spare_memory())
-            converted.append((memory, gradient))
-        elif earlier.layout is torch.strided:
-            pair.holder.grad = None
-            added.append((earlier, gradient))
-        else:
-            pair.take_gradient()
-    copy_all(converted)
-    add_all(added)
+def write_all(pairs: Iterable[ParameterPair]) -> None:
+    """Write the copies into the model's parameters."""
+    written: list[ParameterPair] = []
+    try:
+        with Together() as together:
+            for pair in pairs:
+                pair.write_weights(together)
+                written.append(pair)
+    finally:
+        for pair in written:
+            pair.agree()
+
+
+def take_gradients(pairs: Iterable[ParameterPair]) -> None:
+    """Add the model's gradients to the copies'."""
+    with Together() as together:
+        for pair in pairs:
+            pair.take_gradient(together)
+
+
+def convert_gradients(pairs: Iterable[ParameterPair]) -> None:
+    """Something was added to the model's gradients of these: convert those that seem to be all."""
+    with Together() as together:
+        converted = [(pair.early, gradient) for pair in pairs if (gradient := pair.gradient_came(together)) is not None]
+    for early, gradient in converted:
+        early.converted(gradient)

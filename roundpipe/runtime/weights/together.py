@@ -1,5 +1,6 @@
-"""Many tensors in one call: what is a launch per tensor otherwise is a few for all of them on an accelerator.
-On the host the other way round: a large tensor in pieces, where torch would make another as large of it.
+"""Many tensors in one call: what is a launch per tensor otherwise is a few for all of them on an accelerator. On the
+host it is one call in which other threads run Python, not hundreds between which they take turns with this one.
+Or, the other way round, a large tensor in pieces, where torch would make another as large of it.
 
 The values are those of one call per tensor. Only this file names torch's functions for lists of tensors.
 """
@@ -11,10 +12,42 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from roundpipe.core.storages import is_plain
+
 PIECE_ELEMENTS = 2**18
 """Of a piece that caches hold."""
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are written, each with the one that is read."""
+
+
+class Together:
+    """What is noted inside of its context is done at the end of it, also where something else is raised."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        copy_all(self._copies)
+        add_all(self._sums)
+
+    def copy(self, written: torch.Tensor, read: torch.Tensor) -> None:
+        """Copy the second tensor into the first, which may have another dtype."""
+        if is_plain(written) and is_plain(read):
+            self._copies.append((written, read))
+        else:
+            written.copy_(read)
+
+    def add(self, written: torch.Tensor, read: torch.Tensor) -> None:
+        """Add the second tensor, which may have another dtype, to the first."""
+        is_small = written.device.type != "cpu" or written.numel() <= PIECE_ELEMENTS
+        if is_small and is_plain(written) and is_plain(read):
+            self._sums.append((written, read))
+        else:
+            add_converted(written, read)
 
 
 def copy_all(pairs: Pairs) -> None:
