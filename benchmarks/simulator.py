@@ -151,8 +151,7 @@ def predict(
     """The simulator's answer; the optimizer's speed is that of its measured step."""
     per_parameter = 44
     traffic = sum(cost.num_parameters for cost in costs) * per_parameter
-    profile = HardwareProfile.of_devices(
-        False,
+    profile = HardwareProfile(
         upload_bytes_per_s=case.link_bytes_per_s,
         download_bytes_per_s=case.link_bytes_per_s,
         optimizer_bytes_per_s=traffic / step_s,

@@ -6,7 +6,8 @@ they are large (`num_ahead`). So at a visit's peak there are those of the run it
 which may be of the worker's visit before.
 
 A device that falls behind by one run alone would wait for its worker at each stage: values come up by the link that
-brings the next stage's weights, and if they are not there by then, they wait for these.
+brings the next stage's weights, and if they are not there by then, they wait for these. What the next run takes comes
+up before the layers of the present one, in the place of values of earlier runs: it is nothing more.
 """
 
 from __future__ import annotations

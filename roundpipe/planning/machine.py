@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from roundpipe.core.errors import ConfigError
 
@@ -63,12 +63,6 @@ class HardwareProfile:
     """What a worker takes to begin a visit of a stage, beside what layers take and what it waits for."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
-    inputs_ahead: int = 1
-    """Ops whose inputs may come up before their turn: an accelerator's queue runs ahead, a CPU worker has none."""
-
-    @classmethod
-    def of_devices(cls, are_accelerators: bool, **figures: Any) -> HardwareProfile:
-        return cls(inputs_ahead=int(are_accelerators), **figures)
 
     def __post_init__(self) -> None:
         for name in _BANDWIDTHS:

@@ -2,9 +2,9 @@
 
 Every step is the same `Schedule` that the engine walks. The next one begins when the losses are known and, if there is
 an optimizer, when the update before the one between them is done. Each worker computes its ops in the order of its
-tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients. All
-links and the optimizer share the host's memory bandwidth. What lives on a device is updated there behind the step's
-jobs.
+tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients. What a
+run takes may come up from when the worker's run before begins. All links and the optimizer share the host's memory
+bandwidth. What lives on a device is updated there behind the step's jobs.
 
 The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home, behind
 which the worker's next job is released, and are converted into the optimizer's; the update begins when all are and its
@@ -92,7 +92,8 @@ class StepReplay:
         self._home: list[Node] = []
         """The new weights of the step before on their way to the host."""
         self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
-        self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
+        self._recent_runs: list[deque[Node]] = [deque(maxlen=2) for _ in range(num_workers)]
+        """Of each worker, the last ops of its latest runs: of the one before the next, and of the one before that."""
         self._free_s = [0.0] * num_workers
         self.job_bytes = [0] * num_jobs
         """Most that a worker held beside weights while it ran the job."""
@@ -281,7 +282,7 @@ class StepReplay:
         if job.phase is Phase.FUSED:
             written_bytes = carry_in
         kept_bytes = self._on_host[position].kept_bytes
-        up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_ops[job.worker]
+        up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_runs[job.worker]
         begin_s = [self._profile.visit_s]
         blocks = [*waits.gates, *([] if waits.before is None else [waits.before.released])]
 
@@ -295,11 +296,10 @@ class StepReplay:
             op.then = lambda: self._book(op, position if is_last else -1, waits, producer, waited)
             self._queue.add(op, waits.weights, values, *blocks)
             blocks.clear()  # the ops behind it have their turn later
-            recent.append(op)
             return op
 
         def bring(num_bytes: int, *after: Node) -> Node:
-            is_free = (recent[0],) if len(recent) == recent.maxlen else ()
+            is_free = (recent[0],) if len(recent) == recent.maxlen else ()  # as the run before begins
             return self._add_transfer("upload", up, num_bytes, job, microbatch, 0, *after, *is_free)
 
         op: Op | None = None
@@ -308,19 +308,17 @@ class StepReplay:
         knows_losses = job.phase is Phase.FUSED and self._profile.hand_over_bytes_per_parameter > 0
         for microbatch in microbatches:
             arrived, producer = inputs.get(microbatch, (waits.start, waits.losses))
-            if is_backward and self._profile.inputs_ahead:
-                saved, incoming = bring(carry_in), bring(read_bytes, arrived)
+            saved = bring(carry_in) if is_backward else None
+            incoming = bring(read_bytes, arrived)
+            if saved is not None:
                 add(stage.early_s, saved, None, is_last=False, activity="recompute")
-            else:
-                if is_backward:
-                    add(stage.early_s, bring(carry_in), None, is_last=False, activity="recompute")
-                incoming = bring(read_bytes, arrived)
             late_s = stage.seconds - stage.early_s
             if knows_losses and microbatch == microbatches[-1]:
                 forward_s = self._costs.forward_s[job.stop] - self._costs.forward_s[job.start]
                 forward = add(forward_s, incoming, producer, is_last=False)
                 late_s -= forward_s
             op = add(late_s, incoming, producer, is_last=True)
+            recent.append(op)
             on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
             outputs[microbatch] = on_host, op
             if kept_bytes:

@@ -82,13 +82,10 @@ def test_where_visits_take_long_stages_are_few():
     assert plans[0].num_stages > plans[1].num_stages
 
 
-@pytest.mark.parametrize("is_accelerator", [False, True])
-def test_each_visit_takes_its_time(is_accelerator):
+def test_each_visit_takes_its_time():
     plan = ExecutePlan([(0, 4), (4, 8)], (8, 12), [(4, 8), (0, 4)])
     seconds = [
-        simulate(
-            make_schedule(plan, 1, 2), COSTS, HardwareProfile.of_devices(is_accelerator, visit_s=visit_s)
-        ).seconds_per_step
+        simulate(make_schedule(plan, 1, 2), COSTS, HardwareProfile(visit_s=visit_s)).seconds_per_step
         for visit_s in (0.0, 0.1)
     ]
     assert seconds[1] - seconds[0] == pytest.approx(5 * 0.1)

@@ -133,6 +133,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(CpuBackend, "download", timed_download)
     monkeypatch.setattr(CpuBackend, "record", lambda backend, lane: Event(clock, lane, record(backend, lane)))
     monkeypatch.setattr(CpuBackend, "wait", timed_wait)
+    monkeypatch.setattr(CpuBackend, "is_own", lambda backend, event: True)
     monkeypatch.setattr(pace.Pace, "has_lanes", True)
     yield clock
 
@@ -154,7 +155,7 @@ def train(clock: Clock, trains: bool) -> None:
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_device_waits_for_no_weights_but_the_first(clock: Clock, trains: bool) -> None:
-    """Those of the next stage come up beside the present one, and the values of its runs before them.
+    """Those of the next stage come up beside the present one, and the values of all its runs before them.
 
     They take three quarters of the time that the stage's runs take.
     """
@@ -163,7 +164,7 @@ def test_a_device_waits_for_no_weights_but_the_first(clock: Clock, trains: bool)
     idle_s = runs[-1].stop_s - runs[0].start_s - sum(run.stop_s - run.start_s for run in runs)
     assert clock.beside(Lane.WEIGHTS) == len(weights) - 1 > 0
     assert runs[0].start_s == COPY_S[Lane.WEIGHTS] + COPY_S[Lane.UPLOAD]
-    assert idle_s < 1.5 * COMPUTE_S  # of more than twenty; only the first stage's last value comes behind weights
+    assert idle_s < 1e-9
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

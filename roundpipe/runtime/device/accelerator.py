@@ -301,6 +301,9 @@ class AcceleratorBackend(Backend):
         else:
             event.synchronize()
 
+    def is_own(self, event: Event) -> bool:
+        return isinstance(event, AcceleratorEvent)
+
     def follow_caller(self) -> None:
         stream = torch.accelerator.current_stream(self.device)
         self._streams[Lane.COMPUTE].wait_event(AcceleratorEvent(stream).event)

@@ -209,6 +209,11 @@ class Backend(ABC):
     # Copies
 
     @property
+    def uploads_lag(self) -> bool:
+        """Whether an `upload` may return before its copy is done."""
+        return True
+
+    @property
     def downloads_lag(self) -> bool:
         """Whether a `download` may return before its copy is done."""
         return True
@@ -249,6 +254,10 @@ class Backend(ABC):
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Let later work on the stream run after the event, whichever backend recorded it."""
+
+    @abstractmethod
+    def is_own(self, event: Event) -> bool:
+        """Whether a wait for an event holds up the stream alone; for one of another kind of device the thread waits."""
 
     def follow_caller(self) -> None:  # noqa: B027 - on the CPU what a thread has done is done
         """Let later work on COMPUTE run after what the calling thread's current stream has been given so far."""

@@ -151,6 +151,10 @@ class CpuBackend(Backend):
     # Copies
 
     @property
+    def uploads_lag(self) -> bool:
+        return self._speeds[Lane.UPLOAD] is not None
+
+    @property
     def downloads_lag(self) -> bool:
         return self._speeds[Lane.DOWNLOAD] is not None
 
@@ -221,6 +225,9 @@ class CpuBackend(Backend):
             _sleep_until(event.ready_at)
         else:
             clock.ready_at = max(clock.ready_at, event.ready_at)
+
+    def is_own(self, event: Event) -> bool:
+        return isinstance(event, CpuEvent)
 
     def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
         clock = self._clocks[Lane.COMPUTE]

@@ -287,8 +287,7 @@ class CostModel:
         if self._machine is not None and is_measured and not call.is_evaluation:
             return replace(self._machine, device_bytes_per_s=there_bytes_per_s)
         up, down = links
-        profile = HardwareProfile.of_devices(
-            self._accelerators,
+        profile = HardwareProfile(
             upload_bytes_per_s=up,
             download_bytes_per_s=down,
             visit_s=self._visit_s() if is_measured else 0.0,

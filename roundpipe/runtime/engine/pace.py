@@ -12,10 +12,16 @@ own is: what goes down by it lives through the next run, and gradients of weight
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.storages import bytes_of
 from roundpipe.planning import carried
 from roundpipe.planning.carried import LARGE_BYTES
@@ -87,6 +93,23 @@ class InFlight:
         return len(self._entries)
 
 
+class _Uploads(list[torch.Tensor]):
+    """Tensors that came up for a part of a run, held by what is in flight."""
+
+
+@dataclass(slots=True)
+class _CameUp:
+    """A tensor that came up for a run, which nothing else has; it lives on for as long as plans count with it."""
+
+    run: int
+    num_bytes: int
+    tensor: weakref.ref[torch.Tensor]
+    uploads: weakref.ref[_Uploads] | None = None
+    """By which it is held; None: by nothing, since the device is past it."""
+    issued: Event | None = None
+    """After its last reader."""
+
+
 class Pace:
     """Keeps a worker from giving its device too much at once; on the CPU, what is given is done, but for copies."""
 
@@ -108,6 +131,25 @@ class Pace:
         """What has come up for the present run, where that is known, and gone down."""
         self._copies: deque[tuple[Event, int]] = deque()
         """After what went down behind the latest layers of the present run, and its bytes."""
+        self._uploads: list[torch.Tensor] = []
+        """What came up for the present part so far, where others may be given to the link since."""
+        self._uploads_ahead: list[torch.Tensor] = []
+        """What came up for the next run."""
+        self._came_up_now: list[_CameUp] = []
+        """For the present part."""
+        self._came_up: deque[_CameUp] = deque()
+        """For the runs before that plans count with, and earlier parts of this one."""
+        self._went_down: deque[tuple[int, int]] = deque()
+        """For these runs, and how much."""
+        self._up_bytes = self._down_bytes = 0
+        """For the present run."""
+        self._last_run_bytes: int | None = None
+        """Of the visit's run before, what it alone had that came up or went down; None: there was none."""
+        self._was_large = True
+        """Whether a run of the visit may wait between its parts, as far as is known."""
+        self._is_alone = False
+        self.drop_ahead: Callable[[], None] = lambda: None
+        """Lets go of what came up for the next run."""
 
     def begin_step(self) -> None:
         """What another thread was to let go of is held as if the worker had not been idle: that thread may be late."""
@@ -118,6 +160,7 @@ class Pace:
     def begin_visit(self) -> None:
         """The next run is the first one of a visit."""
         self._num_runs = 0
+        self._last_run_bytes, self._was_large = None, True
 
     def begin_run(self, num_microbatches: int) -> None:
         """Wait until the device is not further behind than it should be, and let go of what is done.
@@ -139,18 +182,82 @@ class Pace:
         self._leaving.num_runs += self._num_runs in (0, 2)
         self._num_runs += 1
         self._leaving.release()
+        self._is_alone = num_microbatches == 1
+        self._uploads, self._uploads_ahead = self._uploads_ahead, []
+        first_held = self._in_flight.num_runs - self._num_held
+        while self._came_up and self._came_up[0].run < first_held:
+            self._came_up.popleft()
+        while self._went_down and self._went_down[0][0] < first_held:
+            self._went_down.popleft()
+
+    def came_up(self, tensors: Iterable[torch.Tensor], num_bytes: int) -> None:
+        """These are on the device for the present run alone, and so many bytes with what it shares with others."""
+        run = self._in_flight.num_runs
+        self._came_up_now += [_CameUp(run, bytes_of(tensor), weakref.ref(tensor)) for tensor in tensors]
+        self._up_bytes += num_bytes
+
+    # For the next run
+
+    def may_give_ahead(self, *, has_parts: bool) -> bool:
+        """Whether the next run's values may take the place of earlier runs', which plans count with all the time.
+
+        A run of many parts with large values waits between them, and plans count with nothing of others from then on.
+        """
+        is_late = self.has_lanes or self._backend.uploads_lag
+        return is_late and not self._is_alone and not (has_parts and self._was_large)
+
+    def make_room_ahead(self, num_bytes: int, *, is_same_visit: bool) -> bool:
+        """Let what is given to UPLOAD take the place of values of earlier runs, the oldest first; False: it has none.
+
+        Plans count with all that earlier runs have on the device, and at least with as much as several runs of this
+        visit have. Values are let go of at once: UPLOAD waits until the device is past them.
+        """
+        up_bytes = sum(each.num_bytes for each in self._came_up)
+        held_bytes = up_bytes + sum(each for _, each in self._went_down)
+        own_bytes = num_bytes * is_same_visit
+        if self._last_run_bytes is not None:
+            own_bytes = min(self._num_held, carried.num_ahead(self._last_run_bytes)) * self._last_run_bytes
+        surplus_bytes = held_bytes + num_bytes - max(held_bytes, own_bytes)
+        if not num_bytes or surplus_bytes > up_bytes:
+            return False
+        issued: Event | None = None
+        while surplus_bytes > 0:
+            gone = self._came_up.popleft()
+            surplus_bytes -= gone.num_bytes
+            issued = gone.issued or issued
+            if gone.uploads is not None and (uploads := gone.uploads()) is not None:
+                tensor = gone.tensor()
+                uploads[:] = [each for each in uploads if each is not tensor]
+        if issued is not None:
+            self._backend.wait(Lane.UPLOAD, issued)
+        return True
+
+    @contextmanager
+    def giving_ahead(self) -> Iterator[None]:
+        """What comes up inside is for the next run, and lives until the device is past that."""
+        self._uploads += self._backend.take_uploads()
+        yield
+        self._uploads_ahead += self._backend.take_uploads()
 
     def keep_downloads(self, copied: Event, sources: Any) -> None:
         """What goes down for the present run lives until its copy is done."""
         self._in_flight.add(copied, sources)
-        self._run_bytes += sum(map(bytes_of, trees.tensors(sources)))
+        num_bytes = sum(map(bytes_of, trees.tensors(sources)))
+        self._run_bytes += num_bytes
+        self._down_bytes += num_bytes
 
     def end_run(self) -> None:
         """A run is given to the device: what came up for it lives until the device is past it."""
         if self.has_lanes:
             issued, _ = self._keep_uploads()
             self._issued.append((issued, self._run_bytes))
-        self._part_bytes = self._run_bytes = 0
+        else:
+            self._note_came_up()
+        run, down_bytes = self._in_flight.num_runs, self._down_bytes
+        self._went_down.append((run, down_bytes))
+        self._was_large = self._up_bytes + down_bytes > LARGE_BYTES
+        self._last_run_bytes = down_bytes + sum(each.num_bytes for each in self._came_up if each.run == run)
+        self._part_bytes = self._run_bytes = self._up_bytes = self._down_bytes = 0
 
     def begin_part(self) -> None:
         """Before a further part of a run, which needs nothing of what came up for the parts before.
@@ -166,6 +273,7 @@ class Pace:
             issued.synchronize()
             self._part_bytes = 0
             self._in_flight.release_done()
+            self._came_up.clear()
 
     def end_layer(self, copied: Event, num_bytes: int) -> None:
         """Behind a layer of a forward run, whose values go down: if they are many, wait for those of the layer before.
@@ -179,6 +287,7 @@ class Pace:
             while len(self._copies) > 1:
                 self._copies.popleft()[0].synchronize()
             self._in_flight.release_done()
+            self._came_up.clear()
 
     def leave(self) -> list[InFlight]:
         """What the steps so far have left on the device, for another thread to wait for."""
@@ -198,12 +307,17 @@ class Pace:
 
     def abandon(self) -> None:
         """Forget what was given to the device, which is done with it, and let go of it."""
+        self.drop_ahead()
+        self._uploads, self._uploads_ahead, self._last_run_bytes, self._was_large = [], [], None, True
+        self._came_up.clear()
+        self._came_up_now.clear()
+        self._went_down.clear()
         self._in_flight.clear()
         self._leaving.clear()
         self._issued.clear()
         self._copies.clear()
         self._backend.take_uploads()
-        self._part_bytes = self._run_bytes = 0
+        self._part_bytes = self._run_bytes = self._up_bytes = self._down_bytes = 0
 
     @property
     def has_rest(self) -> bool:
@@ -216,14 +330,27 @@ class Pace:
         return self._num_runs >= self._ahead
 
     @property
+    def _num_held(self) -> int:
+        """Runs before the present one whose values plans count with, for all that is known."""
+        return self._ahead if self.has_lanes else 1
+
+    @property
     def has_lanes(self) -> bool:
         """Whether the device runs beside its worker."""
         return self._backend.device.type != "cpu"
 
     def _keep_uploads(self) -> tuple[Event, int]:
         """After what was given to the device, and bytes of what came up since the last time: it lives until then."""
-        issued, uploads = self._backend.record(Lane.COMPUTE), self._backend.take_uploads()
+        issued, uploads = self._backend.record(Lane.COMPUTE), _Uploads([*self._uploads, *self._backend.take_uploads()])
+        self._uploads.clear()
         self._in_flight.add(issued, uploads)
+        self._note_came_up(weakref.ref(uploads), issued)
         num_bytes = sum(upload.nbytes for upload in uploads)
         self._run_bytes += num_bytes
         return issued, num_bytes
+
+    def _note_came_up(self, uploads: weakref.ref[_Uploads] | None = None, issued: Event | None = None) -> None:
+        for each in self._came_up_now:
+            each.uploads, each.issued = uploads, issued
+        self._came_up += self._came_up_now
+        self._came_up_now = []

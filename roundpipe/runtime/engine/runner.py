@@ -26,6 +26,7 @@ from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.spec import LABEL, Segment, by_layer
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import StepState
+from roundpipe.runtime.engine.values_ahead import ValuesAhead
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.weights.residency import Visit
 
@@ -39,10 +40,12 @@ class MicrobatchRunner:
         self._meter = meter
         self._in_flight = in_flight
         self._pace = pace
+        self._ahead = ValuesAhead(backend, meter, pace)
 
     def run(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         """Run a stage with one microbatch, once what it takes is there, and leave its results on the host."""
         flow = step.spec.flow_of(job)
+        self._ahead.begin_run(job, microbatch)
         if job.phase is Phase.BACKWARD:
             self._run_backward(step, job, stage, visit, microbatch)
         else:
@@ -51,6 +54,7 @@ class MicrobatchRunner:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
                 self._run_fused(step, job, stage, visit, microbatch)
+        self._ahead.end_run()
         self._end_microbatch(stage)
         for name in flow.drops:
             step.values[microbatch].pop(name, None)
@@ -71,7 +75,8 @@ class MicrobatchRunner:
                 self.run(step, job, stage, visit, microbatch)
             else:
                 segments, values = self._by_layer(step, job, stage, visit, kept.values, kept.microbatch)
-                self._run_segments(step, stage, visit, kept.microbatch, segments, values, gradients, lambda: None)
+                nothing = lambda: None  # noqa: E731
+                self._run_segments(step, stage, visit, kept.microbatch, segments, values, gradients, nothing, nothing)
                 self._end_microbatch(stage)
             self._backend.synchronize()
             self._pace.abandon()
@@ -100,6 +105,7 @@ class MicrobatchRunner:
         memory = backend.activations(visit.memory, tensors)
         with backend.hold(own_bytes, "carried values"):
             del tensors
+            self._ahead.give(step, job, stage, microbatch)
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
                 for index in segment.layers:
                     if is_copying and step.spec.chain.specs[index].may_write_reads:  # what is copied must not change
@@ -156,6 +162,7 @@ class MicrobatchRunner:
         memory = self._backend.activations(visit.memory, [*tensors, *trees.tensors(label)])
         with self._backend.hold(own_bytes + label_bytes, "carried values"), spec.microbatch_context():
             del tensors
+            self._ahead.give(step, job, stage, microbatch)
             with self._meter.computing("fused", segment.layers):
                 with memory:
                     recorded = stage.forward_to_loss(segment, carry, microbatch, label)
@@ -183,7 +190,8 @@ class MicrobatchRunner:
         values: Mapping[str, HostValue] = step.values[microbatch]
         if step.kept.shortage:
             segments, values = self._by_layer(step, job, stage, visit, values, microbatch)
-        self._run_segments(step, stage, visit, microbatch, segments, values, gradients, wait)
+        give = partial(self._ahead.give, step, job, stage, microbatch)
+        self._run_segments(step, stage, visit, microbatch, segments, values, gradients, wait, give)
 
     def _run_segments(
         self,
@@ -195,8 +203,12 @@ class MicrobatchRunner:
         values: Mapping[str, HostValue],
         on_host: dict[str, list[HostValue]],
         wait: Callable[[], None],
+        give_ahead: Callable[[], None],
     ) -> None:
-        """The backward of a microbatch, from gradients on the host to others; ``wait`` until the first are there."""
+        """The backward of a microbatch, from gradients on the host to others; ``wait`` until the first are there.
+
+        What the next one takes is given to the link behind what the first segment takes.
+        """
         has_waited = False
         for number, segment in enumerate(filter(stage.has_backward, segments)):
             if number:
@@ -205,6 +217,8 @@ class MicrobatchRunner:
             memory = self._backend.activations(visit.memory, tensors)
             with self._backend.hold(own_bytes, "carried values"):
                 del tensors
+                if not number:
+                    give_ahead()
                 with self._meter.computing("recompute", segment.layers), memory:
                     recorded = stage.recompute(segment, carry, microbatch)
                 carry.clear()
@@ -263,26 +277,39 @@ class MicrobatchRunner:
     ) -> tuple[Carry, list[torch.Tensor], int]:
         """Values of a microbatch on the device, ready for COMPUTE; the tensors in them, and bytes of its own ones."""
         carry: Carry = {}
-        total_bytes = 0
+        total_bytes, is_late = 0, False
+        own: list[torch.Tensor] = []
         for name in names:
+            if (came := self._ahead.take(name)) is not None:
+                carry[name], own_bytes = came
+                total_bytes += own_bytes
+                own += trees.tensors(carry[name])
+                continue
+            is_late = True
             value, is_lent = step.begin_read(values, name)
             for event in value.events:
                 self._backend.wait(Lane.UPLOAD, event)
             with self._meter.copying(Lane.UPLOAD, "values for"):
                 carry[name], own_bytes = stage.shared.upload(name, value.value)
             total_bytes += own_bytes
+            own += _own(carry[name], own_bytes)
             if is_lent:
                 step.end_read(self._backend.record(Lane.UPLOAD))
-        return carry, self._uploaded(carry), total_bytes
+        tensors = self._uploaded(carry, is_late=is_late)
+        self._pace.came_up(own, sum(map(bytes_of, tensors)))
+        return carry, tensors, total_bytes
 
     def _upload_label(self, stage: Stage, label: Any) -> tuple[Any, int, bool]:
         """A label on the device, ready for COMPUTE; bytes of its own tensors; whether it collects gradients.
 
         It does if it was to require some.
         """
-        with self._meter.copying(Lane.UPLOAD, "labels of"):
-            uploaded, own_bytes = stage.shared.upload(LABEL, label)
-        pairs = zip(trees.tensors(label), self._uploaded(uploaded), strict=True)
+        if is_late := (came := self._ahead.take(LABEL)) is None:
+            with self._meter.copying(Lane.UPLOAD, "labels of"):
+                came = stage.shared.upload(LABEL, label)
+        uploaded, own_bytes = came
+        self._pace.came_up(_own(uploaded, own_bytes), own_bytes)
+        pairs = zip(trees.tensors(label), self._uploaded(uploaded, is_late=is_late), strict=True)
         leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
         return uploaded, own_bytes, bool(leaves)
 
@@ -290,20 +317,28 @@ class MicrobatchRunner:
         """Gradients of values that a segment made, summed over their readers, on the device."""
         backend = self._backend
         by_reader: dict[str, list[Gradients]] = {}
+        is_late = False
         for name in segment.makes:
-            for value in on_host.pop(name, ()):
+            each = on_host.pop(name, ())
+            if (came := self._ahead.take_gradients(name)) is not None:
+                by_reader[name] = came
+                continue
+            is_late |= bool(each)
+            for value in each:
                 for event in value.events:
                     backend.wait(Lane.UPLOAD, event)
                 with self._meter.copying(Lane.UPLOAD, "gradients for"):
                     uploaded = [None if gradient is None else backend.upload(gradient) for gradient in value.value]
                 by_reader.setdefault(name, []).append(uploaded)
-        self._uploaded(by_reader)
+        tensors = self._uploaded(by_reader, is_late=is_late)
+        self._pace.came_up(tensors, sum(map(bytes_of, tensors)))
         return {name: [sum_gradients(parts) for parts in zip(*each, strict=True)] for name, each in by_reader.items()}
 
-    def _uploaded(self, value: Any) -> list[torch.Tensor]:
-        """The tensors of what was given to UPLOAD, ready for COMPUTE."""
+    def _uploaded(self, value: Any, *, is_late: bool) -> list[torch.Tensor]:
+        """The tensors of what was given to UPLOAD, ready for COMPUTE; ``is_late``: not all of it ahead."""
         backend = self._backend
-        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        if is_late:
+            backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
         tensors = trees.tensors(value)
         backend.check_ready(tensors)
         return tensors
@@ -341,7 +376,7 @@ class MicrobatchRunner:
         for name, each in zip(gradients, copies, strict=True):
             on_host.setdefault(name, []).append(HostValue(each, copied))
 
-    def _downloading(self, what: str) -> AbstractContextManager[None]:
+    def _downloading(self, what: str) -> AbstractContextManager[Any]:
         """Around copies of what COMPUTE has made."""
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
         return self._meter.copying(Lane.DOWNLOAD, what)
@@ -351,3 +386,9 @@ class MicrobatchRunner:
         copied = self._backend.record(Lane.DOWNLOAD)
         self._pace.keep_downloads(copied, sources)
         return (copied,)
+
+
+def _own(value: Any, own_bytes: int) -> list[torch.Tensor]:
+    """The tensors of a value on the device, if it shares none of them."""
+    tensors = trees.tensors(value)
+    return tensors if own_bytes == sum(map(bytes_of, tensors)) else []

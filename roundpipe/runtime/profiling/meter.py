@@ -136,6 +136,16 @@ class Meter:
         """
         return _Timed(self, lane, what)
 
+    def copying_ahead(self, what: str, job: Job, microbatch: int) -> _Timed:
+        """A context around uploads for a later run; its moments are for `arrived`, when that run takes them."""
+        return _Timed(self, Lane.UPLOAD, what, ahead=(job, microbatch))
+
+    def arrived(self, began: Moment, ended: Moment) -> None:
+        """The next computation takes what came up ahead: it waits until that was on the host, then for the copy."""
+        self.until("overhead")
+        self.until("no_work", began)
+        self.until("activations", ended)
+
     def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment) -> None:
         """Note the copies on a lane between two of its moments."""
         if not num_bytes:
@@ -251,21 +261,31 @@ def visit_seconds(readings: Sequence[MeterReading]) -> float:
 class _Timed:
     """Around work on a lane; a class, since every task opens some."""
 
-    __slots__ = ("_began", "_lane", "_layers", "_meter", "_moved_bytes", "_what")
+    __slots__ = ("_ahead", "_began", "_lane", "_layers", "_meter", "_moved_bytes", "_what", "moments")
 
-    def __init__(self, meter: Meter, lane: Lane, what: str, layers: tuple[int, ...] = ()) -> None:
-        self._meter, self._lane, self._what, self._layers = meter, lane, what, layers
+    def __init__(
+        self,
+        meter: Meter,
+        lane: Lane,
+        what: str,
+        layers: tuple[int, ...] = (),
+        ahead: tuple[Job, int] | None = None,
+    ) -> None:
+        self._meter, self._lane, self._what, self._layers, self._ahead = meter, lane, what, layers, ahead
         self._began: Moment | None = None
         self._moved_bytes = 0
+        self.moments: tuple[Moment, Moment] | None = None
+        """When copies ahead began and ended, if that is measured."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Timed:
         meter, lane = self._meter, self._lane
         if meter._is_on:
             self._began = meter.backend.moment(lane)
             self._moved_bytes = meter.backend.moved_bytes[lane]
-            if lane is Lane.UPLOAD:
+            if lane is Lane.UPLOAD and self._ahead is None:
                 meter.until("overhead")  # until then the thread had not asked
                 meter.until("no_work", self._began)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         # given up here, not with the frame: torch's CUDA sanitizer can't have an event destroyed while an exception
@@ -277,12 +297,15 @@ class _Timed:
         if lane is Lane.COMPUTE:
             meter._computed(self._what, self._layers, began)
         elif num_bytes := meter.backend.moved_bytes[lane] - self._moved_bytes:
-            ended = meter.backend.moment(lane)
-            if lane is Lane.UPLOAD:
+            ended, at = meter.backend.moment(lane), meter._at
+            if self._ahead is not None:
+                self.moments, meter._at = (began, ended), self._ahead
+            elif lane is Lane.UPLOAD:
                 meter.until("activations", ended)
             if meter._num_steps > 1:
                 meter._unread.append(_Measured(lane, began, ended, num_bytes))
             meter._record(lane, f"{self._what} {{}}", began, ended, bytes=num_bytes)
+            meter._at = at
 
 
 class DeviceWork(NamedTuple):
