@@ -39,7 +39,7 @@ from roundpipe.runtime.engine.spec import (
     names_with_gradient,
     reads_of_backward,
 )
-from roundpipe.runtime.engine.stays import stays_of
+from roundpipe.runtime.engine.stays import KeptStays, stays_of
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
 from roundpipe.runtime.weights.host_weights import HostWeights
@@ -85,6 +85,7 @@ class StepBuilder:
         self.last_allocator_bytes = 0
         self._num_returns = 0
         """How often weights came home from the device because others are trained."""
+        self._stays: weakref.WeakKeyDictionary[LayerChain, KeptStays] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
 
@@ -189,7 +190,14 @@ class StepBuilder:
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=stays_of(chain, weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
+            stays=self._stays.setdefault(chain, KeptStays()).of(
+                chain,
+                weights,
+                call.inventory.modes(),
+                room.residency.layers,
+                with_trained=call.is_evaluation,
+                staying=staying,
+            ),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,

@@ -8,13 +8,18 @@ then is raised at the next call.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from roundpipe.core import inventory
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Backend, UnplannedMemory
@@ -32,6 +37,20 @@ from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.twins import Twins
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The host's side of a chain, with what its layers held when it was looked at."""
+
+    held: Inventory
+    forms: list[Any]
+    layers: list[LayerWeights]
+
+    def is_current(self, held: Inventory, host: HostWeights) -> bool:
+        """Whether nothing has changed since; where tensors are made of others it would not be seen."""
+        is_same = held is self.held and host.has(self.layers) and held.forms() == self.forms
+        return is_same and all(weights.is_plain for weights in self.layers)
 
 
 class Engine(Steps):
@@ -61,6 +80,7 @@ class Engine(Steps):
         ]
         self._owners: list[tuple[weakref.ref[object], list[torch.nn.Module]]] = []
         """Chains and others that ran here, and their layers, which the workers and the host's side know of."""
+        self._prepared: weakref.WeakKeyDictionary[LayerChain, _Prepared] = weakref.WeakKeyDictionary()
         self._closed = False
         self._callers: set[int] = set()
         """Threads that made a call."""
@@ -87,16 +107,19 @@ class Engine(Steps):
         """
         for weights in earlier:
             weights.check_structure()
-        layers = self.lay_out(chain, [spec.name for spec in chain.specs], list(chain), host)
+        held, known = inventory.of_children(chain), self._prepared.get(chain)
+        if known is None or not known.is_current(held, host) or self._ended():
+            layers = self.lay_out(chain, [spec.name for spec in chain.specs], list(chain), host)
+            known = self._prepared[chain] = _Prepared(held, held.forms(), layers)
         if wants_gradients:
-            host.check_hooks(layers)
-        return layers
+            host.check_hooks(known.layers, itertools.chain.from_iterable(held.parameters))
+        return known.layers
 
     def lay_out(
         self, owner: object, names: Sequence[str], layers: list[torch.nn.Module], host: HostWeights
     ) -> list[LayerWeights]:
         """The host's side of layers, packed; known for as long as their owner is there."""
-        ended = [layers for reference, layers in self._owners if reference() is None]
+        ended = self._ended()
         if ended or not all(map(host.is_prepared, layers)):
             self.before_packing()
             self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
@@ -107,6 +130,10 @@ class Engine(Steps):
         if not any(reference() is owner for reference, _ in self._owners):
             self._owners.append((weakref.ref(owner), layers))
         return [host.layer(name, layer) for name, layer in zip(names, layers, strict=True)]
+
+    def _ended(self) -> list[list[torch.nn.Module]]:
+        """Layers of owners that are gone."""
+        return [layers for reference, layers in self._owners if reference() is None]
 
     def _forget(self, ended: Sequence[Sequence[torch.nn.Module]], host: HostWeights) -> None:
         """Drop what is kept per layer of owners that are gone, such as traces that newer ones replaced."""

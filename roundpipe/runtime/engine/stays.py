@@ -7,8 +7,45 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from roundpipe.core.layers import LayerChain
-from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.residents import Stay
+
+MOST_KEPT = 8
+"""Of one chain: of plans by turns, in training and without."""
+
+
+class KeptStays:
+    """The stays of a chain's layers, made anew where something that they depend on is otherwise."""
+
+    def __init__(self) -> None:
+        self._weights: Sequence[LayerWeights] = ()
+        self._modes: list[bool] = []
+        self._habits: list[Habits] = []
+        self._known: dict[tuple[object, ...], list[Stay]] = {}
+
+    def of(
+        self,
+        chain: LayerChain,
+        weights: Sequence[LayerWeights],
+        modes: list[bool],
+        layers: Collection[int],
+        *,
+        with_trained: bool,
+        staying: Collection[int],
+    ) -> list[Stay]:
+        """See `stays_of`; the same ``weights`` have the same tensors, and ``modes`` are those of all modules."""
+        if weights is not self._weights or modes != self._modes:
+            self._weights, self._modes = weights, modes
+            self._habits = [one.habits_of(one.modules) for one in weights]
+            self._known.clear()
+        writes = tuple([habits.writes_buffers for habits in self._habits])
+        key = frozenset(layers), with_trained, frozenset(staying), writes
+        if (stays := self._known.get(key)) is None:
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            stays = stays_of(chain, weights, layers, with_trained=with_trained, staying=staying)
+            self._known[key] = stays
+        return stays
 
 
 def stays_of(

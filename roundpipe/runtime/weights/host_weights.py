@@ -73,6 +73,11 @@ class HostWeights:
         known, is_pinned = self._layers.get(id(layer)), self.registrar is None or not self.registrar.has_lost
         return is_pinned and known is not None and known.is_current()
 
+    def has(self, layers: Iterable[LayerWeights]) -> bool:
+        """Whether these are still the host's side of their layers, pinned as they were."""
+        is_pinned = self.registrar is None or not self.registrar.has_lost
+        return is_pinned and all(self._layers.get(id(weights.layer)) is weights for weights in layers)
+
     def prepare(self, name: str, layer: nn.Module) -> None:
         """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
         known = self._layers.get(id(layer))
@@ -169,8 +174,13 @@ class HostWeights:
                 )
         self._compared = own | {id(tensor) for _, tensor in named}
 
-    def check_hooks(self, layers: Iterable[LayerWeights]) -> None:
-        """Raise `ConfigError` for a trained parameter with a hook that can't be run when its gradient is there."""
+    def check_hooks(self, layers: Iterable[LayerWeights], parameters: Iterable[torch.Tensor]) -> None:
+        """Raise `ConfigError` for a trained parameter with a hook that can't be run when its gradient is there.
+
+        ``parameters`` are all that the layers have.
+        """
+        if not any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+            return
         for slot in (slot for weights in layers for slot in weights.slots if slot.is_parameter):
             parameter = slot.current
             hooks = None if parameter is None else parameter._post_accumulate_grad_hooks

@@ -66,6 +66,8 @@ class LayerWeights:
             self.num_bytes += aligned(slot.num_bytes)
             if not is_apart:
                 self.num_packed, self.packed_bytes = len(self.slots), slot.offset + slot.num_bytes
+        self.is_plain = all(slot.is_plain for slot in self.slots)
+        """Whether no tensor is made of others."""
         self._tied = [slot for slot in self.slots if len(slot.attributes) > 1]
         empty = [attribute for attribute in attributes_of(layer) if attribute.get() is None]
         self.empty_buffers = [attribute for attribute in empty if attribute.table == "_buffers"]
