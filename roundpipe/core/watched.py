@@ -76,6 +76,11 @@ def unnoticed() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def unseen() -> AbstractContextManager[Any]:
+    """A context in which no mode sees what torch functions are called, attributes of tensors among them."""
+    return torch._C.DisableTorchFunction()
+
+
 def has_views(parameter: torch.Tensor) -> bool:
     """Whether other tensors may lie in a parameter's memory, which they would not follow to another place."""
     count = getattr(torch._C, "_storage_Use_Count", None)

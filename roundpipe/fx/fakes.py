@@ -16,7 +16,7 @@ import logging
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of
+from roundpipe.core.watched import unseen
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
@@ -100,14 +101,8 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 @contextmanager
 def real_world() -> Iterator[None]:
     """Inside, tensors are real although a world is entered, and no mode sees functions of them."""
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+    with unset_fake_temporarily(), unseen():
         yield
-
-
-def unseen() -> AbstractContextManager[None]:
-    """Inside, no mode sees what torch functions are called, attributes of tensors among them."""
-    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return guard
 
 
 def is_of_no_world(tensor: torch.Tensor) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core.together import Together
 from roundpipe.runtime.device import host_limit
 from roundpipe.runtime.weights.banks import EarlyGradient
-from roundpipe.runtime.weights.together import Together
 from tests.repeats import repeats
 from tests.runtime.models import assert_equal_bits, config, square_loss
 

@@ -22,9 +22,9 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import modules_in, places_in
+from roundpipe.core.watched import unseen
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.fakes import unseen
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 

@@ -22,6 +22,7 @@ import torch
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.storages import bytes_of
+from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, Move, UnplannedMemory
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
@@ -260,9 +261,8 @@ class AcceleratorBackend(Backend):
             return target.copy_(source, non_blocking=True)
 
     def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with self._on(Lane.GRADIENTS):
-            for source, target in copies:
-                target.detach().copy_(source.detach(), non_blocking=True)
+        with self._on(Lane.GRADIENTS), torch.no_grad():
+            copy_all(((target, source) for source, target in copies), non_blocking=True)
 
     @contextmanager
     def moving(self) -> Iterator[Move]:

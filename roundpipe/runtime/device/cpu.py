@@ -31,6 +31,7 @@ from roundpipe.core.allocations import Allocations
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.storages import bytes_of
+from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import on_huge_pages
@@ -168,8 +169,8 @@ class CpuBackend(Backend):
         return self._copy(lane, source, None)
 
     def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for source, target in copies:
-            target.detach().copy_(source.detach())
+        with torch.no_grad():
+            copy_all((target, source) for source, target in copies)
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         clock = self._clocks[lane]

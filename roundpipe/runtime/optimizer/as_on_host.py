@@ -46,10 +46,11 @@ class HostMix(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BETWEEN:
+            return func(*args, **kwargs)
         tensors = trees.tensors((args, kwargs))
-        there = [tensor for tensor in tensors if self.is_there(tensor)]
-        here = [tensor for tensor in tensors if tensor.device.type == "cpu" and not self.is_there(tensor)]
-        if not (there and here) or func in _BETWEEN:
+        here = [tensor for tensor in tensors if tensor.is_cpu and not self.is_there(tensor)]
+        if not here or not any(map(self.is_there, tensors)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if not any(tensor.ndim or id(tensor) in written for tensor in here):  # a scalar goes with any tensor

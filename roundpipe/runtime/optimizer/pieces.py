@@ -23,6 +23,7 @@ from torch.optim.sgd import sgd
 
 from roundpipe.core import trees
 from roundpipe.core.storages import is_plain
+from roundpipe.core.watched import unseen
 from roundpipe.runtime.optimizer import temporaries
 
 logger = logging.getLogger(__name__)
@@ -70,15 +71,16 @@ class PiecewiseUpdates:
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """An optimizer is about to step: update what can be in pieces."""
         self._has_closures |= has_closure
-        found = [
-            (group, parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and (parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away)
-        ]
-        if not found:
-            return
-        reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
+        with unseen():
+            found = [
+                (group, parameter)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None and (parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away)
+            ]
+            if not found:
+                return
+            reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
         self._log(type(optimizer).__name__, reason)
         if reason:
             return

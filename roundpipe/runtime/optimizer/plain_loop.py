@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.watched import unseen
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -209,7 +210,8 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     for side in _sides():
-        side.before_step_of(optimizer)
+        with unseen():
+            side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)
     if (runner := UpdateRunner.running()) is not None:
         has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.together import add_converted
 from roundpipe.runtime.device.host_memory import on_huge_pages
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.together import add_converted
 
 BUCKET_BYTES = 16 * 1024**2
 

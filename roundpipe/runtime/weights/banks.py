@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
+from roundpipe.core.together import Together
 from roundpipe.runtime.weights.fingerprint import Fingerprint
-from roundpipe.runtime.weights.together import Together
 
 
 @dataclass(slots=True)

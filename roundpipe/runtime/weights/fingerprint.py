@@ -19,7 +19,7 @@ _FORMATS: dict[int, _Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 """Of elements as bits, by their bytes, in memory views."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Fingerprint:
     """What tells that a parameter was written: its version, its memory and a sample of its values."""
 

@@ -11,13 +11,13 @@ from torch.autograd.graph import increment_version
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain
+from roundpipe.core.together import Together, copy_all
 from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.together import Together, copy_all
 from roundpipe.runtime.weights.twins import Twin, Twins
 
 
@@ -334,18 +334,16 @@ def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) ->
 
     ``with_samples``: by which writes into these through ``.data`` show as long as they are behind.
     """
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for pair in pairs:
-        twin, copy = pair.twin, pair.copy
-        if twin is None or copy is None:
-            continue
-        if not twin.is_ahead:
-            twin.is_ahead = True
-            increment_version(pair.parameter)  # for the backward of a forward before
-            pair.fingerprint = Fingerprint.of(pair.parameter, with_sample=with_samples)
+    written = [(pair, twin, copy) for pair in pairs if (twin := pair.twin) and (copy := pair.copy) is not None]
+    behind = [(pair, twin) for pair, twin, _ in written if not twin.is_ahead]
+    if behind:
+        increment_version([pair.parameter for pair, _ in behind])  # for the backward of a forward before
+    for pair, twin in behind:
+        twin.is_ahead = True
+        pair.fingerprint = Fingerprint.of(pair.parameter, with_sample=with_samples)
+    for pair, _, copy in written:
         pair.copy_version = copy._version
-        written.append((twin.weights, copy))
-    copy_all(written)
+    copy_all((twin.weights, copy) for _, twin, copy in written)
 
 
 def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:

@@ -50,10 +50,10 @@ class Together:
             add_converted(written, read)
 
 
-def copy_all(pairs: Pairs) -> None:
-    """Copy each pair's second tensor into the first, which may have another dtype."""
+def copy_all(pairs: Pairs, *, non_blocking: bool = False) -> None:
+    """Copy each pair's second tensor into the first, which may have another dtype and be elsewhere."""
     for written, read in _alike(pairs):
-        torch._foreach_copy_(written, read)
+        torch._foreach_copy_(written, read, non_blocking)
 
 
 def add_all(pairs: Pairs) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from roundpipe.runtime.weights import together as module
-from roundpipe.runtime.weights.together import Together, add_all, add_converted, copy_all
+from roundpipe.core import together as module
+from roundpipe.core.together import Together, add_all, add_converted, copy_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
