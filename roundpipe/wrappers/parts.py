@@ -29,7 +29,8 @@ from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_a
 from roundpipe.effects.uses import hooked_modules
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.microbatch.split import automatic_sizes, is_empty
-from roundpipe.runtime.weights.replica import Replica, redirect
+from roundpipe.runtime.weights.module_copy import redirect
+from roundpipe.runtime.weights.replica import Replica
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.lazy_outputs import holds_lazy, materialize_all, merge_lazily, repack
 from roundpipe.wrappers.module_layers import chain_of_modules

@@ -240,7 +240,8 @@ class LayerWeights:
                 ]
             found[index] = view = views[index] if index in views else slot.view(region, offset)
             if slot.is_parameter and slot.is_plain:  # a buffer's view is the module's own, to do with as it likes
-                views[index] = view
+                if index not in views:
+                    found[index] = views[index] = nn.Parameter(view, requires_grad=slot.tensor.requires_grad)
         return found, copies
 
     def _offsets(self, indexes: Iterable[int]) -> Iterator[int]:

@@ -35,7 +35,7 @@ from roundpipe.core.storages import bytes_of, is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.residents import ResidentPart
-from roundpipe.runtime.weights.slots import Slot, version_of
+from roundpipe.runtime.weights.slots import Slot
 from roundpipe.runtime.weights.weight_tables import AbsentWeight, WeightTable
 
 LOOKAHEAD = 2
@@ -358,11 +358,12 @@ class OnDemandWeights:
                 backend, weights, range(len(weights.slots)), region, self._num_uses, with_samples=group.may_rest
             )
             group.uploaded = backend.record(Lane.WEIGHTS)
-            part.tensors = [
-                tensor if tensor is None else as_parameter(tensor, slot.current)
-                for slot, tensor in zip(weights.slots, part.tensors, strict=True)
-            ]
-            part.versions = [*map(version_of, part.tensors)]
+            part.replace_tensors(
+                [
+                    tensor if tensor is None else as_parameter(tensor, slot.current)
+                    for slot, tensor in zip(weights.slots, part.tensors, strict=True)
+                ]
+            )
             group.part = part
         self.num_uploads += 1
         self._calm.clear()

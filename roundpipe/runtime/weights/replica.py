@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
-import types
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -22,17 +19,11 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.layers import EXECUTION_DEVICE
 from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
+from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
 from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
-
-_OWN = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (dict, OrderedDict, list, tuple, set)
-_CHANGED_IN_PLACE = (dict, list, OrderedDict)
-"""Attributes that a module may change later; their own `copy` takes a tenth of the time of the module of this name."""
-_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(slots=True)
@@ -48,7 +39,7 @@ class FrozenLayers:
         for layer in layers:
             for module in modules_in(layer):
                 frozen.attributes[module] = {
-                    name: value.copy() if type(value) in _CHANGED_IN_PLACE else value
+                    name: (value.copy() if value else type(value)()) if type(value) in CHANGED_IN_PLACE else value
                     for name, value in module.__dict__.items()
                 }
             frozen.trained.update(parameter for parameter in parameters_in(layer) if parameter.requires_grad)
@@ -69,9 +60,14 @@ class Replica:
         self._twins: dict[int, nn.Module] = {}
         self._originals: list[nn.Module] = []
         self.module = self._copy(original)
-        self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
-        """By original, its attributes of simple types at the last `refresh`."""
+        self._scripts = [original for original in self._originals if isinstance(original, torch.jit.ScriptModule)]
+        self._copies = [
+            (original, self._twins[id(original)], ModuleCopy())
+            for original in self._originals
+            if not isinstance(original, torch.jit.ScriptModule)
+        ]
         self._redirected: list[tuple[dict[str, Any], str]] = []
+        self._counterparts: Counterparts | None = None
 
     def _copy(self, original: nn.Module) -> nn.Module:
         if (twin := self._twins.get(id(original))) is not None:
@@ -98,38 +94,26 @@ class Replica:
             raise ConfigError(structure_message(original))
         return twin
 
-    def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: FrozenLayers | None = None) -> None:
+    def counterparts(self, weights: LayerWeights) -> Counterparts:
+        """Where its modules have what a layer's weights have in the modules of the original tree."""
+        if (known := self._counterparts) is None or known.weights is not weights:
+            self._counterparts = known = Counterparts.of(weights, self)
+        return known
+
+    def refresh(self, tensors: Tensors, frozen: FrozenLayers | None = None) -> None:
         """Take over the original's attributes (mode, hooks) of when it was ``frozen``; None: those of now.
 
         Attributes that name a parameter or buffer get what ``tensors`` has for its identity.
         """
-        self._plain = []
         self._redirected = []
-        for original in self._originals:
-            twin = self._twins[id(original)]
-            if isinstance(original, torch.jit.ScriptModule):
-                twin.train(original.training)
-                continue
-            state = twin.__dict__
+        for script in self._scripts:
+            self._twins[id(script)].train(script.training)
+        for original, twin, copied in self._copies:
             attributes = original.__dict__ if frozen is None else frozen.attributes_of(original)
-            plain = {}
-            for name, value in attributes.items():
-                if name in _OWN:
-                    continue
-                if type(value) in _PLAIN:
-                    plain[name] = state[name] = value
-                elif type(value) in _CONTAINERS and not value:
-                    state[name] = value
-                else:
-                    state[name] = redirected = redirect(value, self._twins, tensors)
-                    if redirected is not value:
-                        self._redirected.append((state, name))
-            if len(state) != len(attributes):  # set on the twin by a forward, or deleted since
-                for name in [name for name in state if name not in attributes]:
-                    del state[name]
-            if EXECUTION_DEVICE in state:
-                state[EXECUTION_DEVICE] = self._device
-            self._plain.append((original, plain))
+            state = twin.__dict__
+            names = copied.take_over(attributes, state, self._twins, tensors, self._device)
+            if names:
+                self._redirected += [(state, name) for name in names]
 
     def drop_tensors(self) -> None:
         """Drop the device tensors that attributes point to, until the next `refresh`."""
@@ -141,32 +125,50 @@ class Replica:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
         return [
             (original, name, value)
-            for original, plain in self._plain
-            for name, value in self._twins[id(original)].__dict__.items()
-            if type(value) in _PLAIN and name not in _OWN and plain.get(name, plain) != value
+            for original, twin, copied in self._copies
+            for name, value in copied.changed(twin.__dict__)
         ]
 
 
-def redirect(value: Any, modules: Mapping[int, nn.Module], tensors: Mapping[int, torch.Tensor]) -> Any:
-    """A value with other modules and tensors in it, by the identities of those that they replace."""
-    if isinstance(value, torch.Tensor):
-        return tensors.get(id(value), value)
-    if isinstance(value, nn.Module):
-        return modules.get(id(value), value)
-    if isinstance(value, types.MethodType):
-        owner = modules.get(id(value.__self__))
-        return value if owner is None else types.MethodType(value.__func__, owner)
-    if isinstance(value, functools.partial):
-        function, *args = new = [redirect(item, modules, tensors) for item in (value.func, *value.args)]
-        unchanged = all(map(operator.is_, new, (value.func, *value.args)))
-        return value if unchanged else functools.partial(function, *args, **value.keywords)
-    if type(value) in (list, tuple):
-        items = [redirect(item, modules, tensors) for item in value]
-        return value if all(map(operator.is_, items, value)) else type(value)(items)
-    if type(value) is dict:
-        mapped = {key: redirect(item, modules, tensors) for key, item in value.items()}
-        return value if all(map(operator.is_, mapped.values(), value.values())) else mapped
-    return value
+@dataclass(slots=True)
+class Counterparts:
+    """Where a replica's modules have a layer's parameters and buffers."""
+
+    weights: LayerWeights
+    modules: list[nn.Module]
+    slots: list[tuple[Slot, list[Attribute]]]
+    empty_buffers: list[tuple[Attribute, Attribute]]
+    """Of the original tree, and of the replica."""
+    parameters: list[tuple[Slot, Attribute]]
+    """Those that a forward may give another dtype."""
+    emptied: list[Attribute]
+    """What is bound for a visit only."""
+
+    @classmethod
+    def of(cls, weights: LayerWeights, replica: Replica) -> Self:
+        def counterpart(attribute: Attribute) -> Attribute:
+            return attribute._replace(module=replica.twin(attribute.module))
+
+        slots = [(slot, [*map(counterpart, slot.attributes)]) for slot in weights.slots]
+        empty_buffers = [(attribute, counterpart(attribute)) for attribute in weights.empty_buffers]
+        parameters = [(slot, twins[0]) for slot, twins in slots if slot.is_parameter and not slot.is_loose]
+        twins = [twin for _, each in slots for twin in each] + [twin for _, twin in empty_buffers]
+        emptied = [twin for twin in twins if not isinstance(twin.module, torch.jit.ScriptModule)]  # can't be without
+        return cls(weights, [*map(replica.twin, weights.modules)], slots, empty_buffers, parameters, emptied)
+
+
+class _TensorsOf:
+    """What stands for the original tree's tensors, looked at if an attribute names one."""
+
+    def __init__(self, bound: Sequence[tuple[Slot, torch.Tensor | None]]) -> None:
+        self._bound = bound
+
+    def get(self, key: int, default: torch.Tensor) -> torch.Tensor:
+        return self._by_id.get(key, default)
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, torch.Tensor]:
+        return {id(slot.tensor): tensor for slot, tensor in self._bound if tensor is not None and slot.fits}
 
 
 class _Buffer(NamedTuple):
@@ -190,55 +192,55 @@ class BoundLayer:
         self.habits = Habits()
         self.is_bound = False
         """Whether `bind` has come to its end; a visit whose step fails may end before."""
+        self._holds_tensors = False
         self.parameters: list[tuple[Slot, nn.Parameter]] = []
         """Those that get gradients."""
         self._buffers: list[_Buffer] = []
-        self._bound: list[tuple[dict[str, Any], str]] = []
-        """Where the replica's modules have what was bound, to be emptied."""
 
     def bind(
         self, tensors: Mapping[int, torch.Tensor | None], with_gradients: bool, frozen: FrozenLayers | None = None
     ) -> None:
-        """Point the replica at the weights on the device, by slot index."""
+        """Point the replica at the weights on the device, by slot index.
+
+        Parameters that are among them are used as they are, by one bound layer after another.
+        """
+        there = self.replica.counterparts(self.weights)
         bound: list[tuple[Slot, torch.Tensor | None]] = []
-        for index, slot in enumerate(self.weights.slots):
+        for index, (slot, _) in enumerate(there.slots):
             tensor = tensors[index]
             if slot.is_parameter and tensor is not None:
-                is_trained = slot.tensor.requires_grad if frozen is None else slot.tensor in frozen.trained
-                tensor = self._as_parameter(tensor, slot, is_trained, with_gradients)
+                original = slot.tensor
+                is_trained = original.requires_grad if frozen is None else original in frozen.trained
+                tensor = self._as_parameter(tensor, slot, original, is_trained, with_gradients)
             bound.append((slot, tensor))
-        self.replica.refresh(
-            {id(slot.tensor): tensor for slot, tensor in bound if tensor is not None and slot.fits}, frozen
-        )
-        self.habits = self.weights.habits_of(map(self.replica.twin, self.weights.modules))
-        filled = [(slot.attributes, tensor) for slot, tensor in bound]
-        filled += [([attribute], None) for attribute in self.weights.empty_buffers]
-        for attributes, tensor in filled:
-            twins = self._fill(attributes, tensor)
-            if attributes[0].table == "_buffers":
-                self._buffers.append(_Buffer(attributes, twins, tensor, version_of(tensor)))
+        self.replica.refresh(_TensorsOf(bound), frozen)
+        self.habits = self.weights.habits_of(there.modules)
+        self._holds_tensors = True
+        for (slot, twins), (_, tensor) in zip(there.slots, bound, strict=True):
+            for module, table, name in twins:
+                getattr(module, table)[name] = tensor
+            if not slot.is_parameter:
+                self._buffers.append(_Buffer(slot.attributes, twins, tensor, version_of(tensor)))
+        for original_buffer, twin in there.empty_buffers:
+            twin.set(None)
+            self._buffers.append(_Buffer([original_buffer], [twin], None, version_of(None)))
         self.is_bound = True
 
-    def _as_parameter(self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool) -> nn.Parameter:
+    def _as_parameter(
+        self, tensor: torch.Tensor, slot: Slot, original: torch.Tensor, is_trained: bool, with_gradients: bool
+    ) -> nn.Parameter:
         """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
-        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad != is_trained:
+        collects = is_trained and with_gradients
+        hooks = (original._backward_hooks or {}).values() if collects and tensor is not original else ()
+        if hooks or not isinstance(tensor, nn.Parameter):
             tensor = nn.Parameter(tensor.detach(), requires_grad=is_trained)
-        if is_trained and with_gradients:
+        elif tensor.requires_grad != is_trained:
+            tensor.requires_grad_(is_trained)
+        for hook in hooks:
+            tensor.register_hook(hook)  # as on the original, once per microbatch
+        if collects:
             self.parameters.append((slot, tensor))
-            if tensor is not slot.tensor:
-                for hook in (slot.tensor._backward_hooks or {}).values():
-                    tensor.register_hook(hook)  # as on the original, once per microbatch
         return tensor
-
-    def _fill(self, attributes: Iterable[Attribute], tensor: torch.Tensor | None) -> list[Attribute]:
-        """Set, and return, the replica's counterparts of these attributes."""
-        twins = [Attribute(self.replica.twin(module), table, name) for module, table, name in attributes]
-        for module, table, name in twins:
-            tensors = getattr(module, table)
-            tensors[name] = tensor
-            if not isinstance(module, torch.jit.ScriptModule):  # can't be without; has views of the arena
-                self._bound.append((tensors, name))
-        return twins
 
     @property
     def has_buffers(self) -> bool:
@@ -276,21 +278,20 @@ class BoundLayer:
 
     def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Parameters of the original tree that the forward gave another dtype, and that dtype."""
-        for slot in self.weights.slots:
-            if slot.is_parameter and not slot.is_loose:
-                module, _, name = slot.attributes[0]
-                parameter = self.replica.twin(module)._parameters[name]
-                if parameter is not None and parameter.dtype != slot.dtype and slot.fits:
-                    yield slot.tensor, parameter.dtype
+        for slot, (module, table, name) in self.replica.counterparts(self.weights).parameters:
+            parameter = getattr(module, table)[name]
+            if parameter is not None and parameter.dtype != slot.dtype and slot.fits:
+                yield slot.tensor, parameter.dtype
 
     def unbind(self) -> None:
         """Drop every reference to device memory, also if `bind` did not come to its end."""
         self.is_bound = False
         for _, parameter in self.parameters:
             parameter.grad = None  # whoever still holds the parameter does not hold its gradient
-        for tensors, name in self._bound:
-            tensors[name] = None
-        self._bound.clear()
+        if self._holds_tensors:
+            for module, table, name in self.replica.counterparts(self.weights).emptied:
+                getattr(module, table)[name] = None
+        self._holds_tensors = False
         self.parameters.clear()
         self._buffers.clear()
         self.replica.drop_tensors()

@@ -29,7 +29,7 @@ from torch import nn
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert
-from roundpipe.runtime.weights.layer_weights import LayerWeights, Views
+from roundpipe.runtime.weights.known_views import KnownViews
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
 from roundpipe.runtime.weights.slots import ALIGNMENT, Attribute, aligned
@@ -106,7 +106,7 @@ class Visit:
         step: int,
         there: Sequence[ResidentPart] = (),
         with_samples: bool = False,
-        known: _KnownViews | None = None,
+        known: KnownViews | None = None,
     ) -> None:
         self._backend = backend
         self.memory = [region]
@@ -140,12 +140,15 @@ class Visit:
             for slots in stay.parts:
                 part, uploaded = residents.bring(weights, slots, step)
                 copies += uploaded
-                self.parts.append(part)
                 self.memory.append(part.memory)
-                tensors.update(zip(slots.indexes, part.tensors, strict=True))
-            for index in stay.twins:
-                tensors[index], uploaded = residents.twins.bring(weights.slots[index].tensor, step)
+                is_others = part in self.parts  # a layer's that has the same weights, and its gradients are its own
+                own = [each if each is None else each.detach() for each in part.tensors] if is_others else part.tensors
+                self.parts.append(part)
+                tensors.update(zip(slots.indexes, own, strict=True))
+            if stay.twins:
+                brought, uploaded = residents.twins.bring(weights, stay.twins, step)
                 copies += uploaded
+                tensors.update(zip(stay.twins, brought, strict=True))
             self._tensors.append(tensors)
             self._copies += copies
             offset += stay.streamed_bytes
@@ -180,7 +183,8 @@ class Visit:
         must live until then.
         """
         backend = self._backend
-        download = Download(on_device=self._residents.twins.activate())
+        twins = self._residents.twins
+        download = Download(on_device=twins.activate())
         computed = backend.record(Lane.COMPUTE)
         events = [computed]
         sources: list[Any] = []
@@ -194,11 +198,15 @@ class Visit:
             return backend.download(tensor, Lane.GRADIENTS)
 
         for position, layer in enumerate(self.layers):
-            for slot, parameter in layer.parameters:
-                if parameter.grad is not None and position not in added:
-                    twin = self._residents.twins.get(slot.tensor)
-                    gradient = copy(parameter.grad) if twin is None else parameter.grad
-                    download.gradients.append((slot.tensor, slot.tensor if twin is None else twin.weights, gradient))
+            for slot, parameter in layer.parameters if position not in added else ():
+                if (gradient := parameter.grad) is None:
+                    continue
+                host = holder = slot.tensor
+                if twins and (twin := twins.get(host)) is not None:
+                    holder = twin.weights
+                else:
+                    gradient = copy(gradient)
+                download.gradients.append((host, holder, gradient))
             if keep_buffers and layer.is_bound:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
@@ -220,6 +228,8 @@ class Visit:
             if part.is_written:
                 self._residents.drop(part)
                 part.key = ()
+                if part.views is not None:
+                    part.views.clear()
         self.parts.clear()
         self.streamed = []
         self._tensors.clear()
@@ -227,30 +237,6 @@ class Visit:
         with contextlib.ExitStack() as rest:
             for layer in self.layers:
                 rest.callback(layer.unbind)
-
-
-class _KnownViews:
-    """Views of an arena's memory that visits have made, for those that bring the same to the same place.
-
-    Steps of one plan do, again and again.
-    """
-
-    def __init__(self) -> None:
-        self._views: dict[tuple[int, LayerWeights, tuple[int, ...]], Views] = {}
-        self._sizes: Sequence[int] = ()
-
-    def at(self, start: int, weights: LayerWeights, indexes: tuple[int, ...]) -> Views:
-        """Those of slots of a layer that lie one after the other."""
-        return self._views.setdefault((start, weights, indexes), {})
-
-    def keep_for(self, sizes_bytes: Sequence[int]) -> None:
-        """Visits of these sizes follow: what others have made will hardly serve."""
-        if sizes_bytes != self._sizes:
-            self._views.clear()
-            self._sizes = sizes_bytes
-
-    def clear(self) -> None:
-        self._views.clear()
 
 
 @dataclass(slots=True)
@@ -289,7 +275,7 @@ class Arena:
         self._latest = 1
         """The side of the visit that was begun last."""
         self._there: list[_Content | None] = [None, None]
-        self._known = _KnownViews()
+        self._known = KnownViews()
         self._lacked_samples = False
         """Whether a visit that was begun would have taken what is there, but for samples."""
         self._takes_samples = False
@@ -343,6 +329,7 @@ class Arena:
     def forget(self, layer: nn.Module) -> None:
         """Drop what is known of a layer."""
         self.residents.forget(layer)
+        self.residents.twins.forget(layer)
         self.forget_visits()
 
     def forget_visits(self) -> None:

@@ -21,7 +21,7 @@ from roundpipe.core.storages import stored_tensors
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.layer_weights import LayerWeights, Views
-from roundpipe.runtime.weights.slots import version_of
+from roundpipe.runtime.weights.slots import place_of, version_of
 from roundpipe.runtime.weights.twins import Twins
 
 PURPOSE = "resident weights"
@@ -81,10 +81,12 @@ class ResidentPart:
     prints: list[Fingerprint]
     """Of the host's tensors, taken before they were uploaded."""
     tensors: list[torch.Tensor | None]
-    versions: list[int]
+    marks: list[tuple[object, ...]]
     """Of the tensors, when they were uploaded."""
     checked_in: int
     """The step in which samples of the host's values were last compared."""
+    views: Views | None = None
+    """Where the tensors are kept for those that bring the same to the same memory."""
 
     @classmethod
     def upload(
@@ -107,8 +109,8 @@ class ResidentPart:
         prints = [Fingerprint.of(part, with_sample=with_samples) for part in stored]
         found, copies = weights.upload(backend, memory, indexes, views)
         on_device = [found[index] for index in indexes]
-        versions = [*map(version_of, on_device)]
-        return cls(_key(weights, indexes), memory, prints, on_device, versions, step), copies
+        marks = [*map(_marks_of, on_device)]
+        return cls(_key(weights, indexes), memory, prints, on_device, marks, step, views), copies
 
     @property
     def is_marked(self) -> bool:
@@ -128,8 +130,12 @@ class ResidentPart:
 
     @property
     def is_written(self) -> bool:
-        """Whether a forward has written the device's tensors."""
-        return [*map(version_of, self.tensors)] != self.versions
+        """Whether a forward has written the device's tensors, or given them other memory."""
+        return [*map(_marks_of, self.tensors)] != self.marks
+
+    def replace_tensors(self, tensors: list[torch.Tensor | None]) -> None:
+        """Have others in the same memory."""
+        self.tensors, self.marks = tensors, [*map(_marks_of, tensors)]
 
 
 class Residents:
@@ -254,6 +260,10 @@ def _parts(
         yield StayingSlots(PartOf(is_trained), own)
     for index in apart:
         yield StayingSlots(PartOf(is_trained, index), (index,))
+
+
+def _marks_of(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    return version_of(tensor), place_of(tensor)
 
 
 def _key(weights: LayerWeights, indexes: Iterable[int]) -> Key:

@@ -68,6 +68,16 @@ def version_of(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
 
 
+def place_of(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    """Where a tensor lies, which a forward changes that gives a parameter other ``data``; that of others is not told.
+
+    A view of a buffer is made for one visit, and its module's own.
+    """
+    if type(tensor) is not nn.Parameter:
+        return ()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 class SlotSpan(NamedTuple):
     """Where a plain tensor lies in the bytes of a slot, which begin somewhere in a region."""
 

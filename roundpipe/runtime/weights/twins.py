@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -23,7 +24,8 @@ from torch import nn
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
-from roundpipe.runtime.weights.slots import SlotSpan, aligned
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.slots import SlotSpan, aligned, place_of
 
 PURPOSE = "weights that live here"
 BESIDE = "the optimizer's copies and states"
@@ -56,12 +58,31 @@ class Twin:
         self.print, self.is_ahead = Fingerprint.of(parameter), False
 
 
+class _Lent(NamedTuple):
+    """A parameter that a layer runs on, in the memory of a twin; its gradient is that of one visit."""
+
+    of_host: torch.Tensor
+    twin: Twin
+    on_device: nn.Parameter
+    place: tuple[object, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, twin: Twin) -> Self:
+        on_device = nn.Parameter(twin.weights.data, requires_grad=parameter.requires_grad)
+        return cls(parameter, twin, on_device, place_of(on_device))
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return self.of_host is parameter and place_of(self.on_device) == self.place
+
+
 class Twins:
     """The twins of one model, on the device of one worker; there are none until `begin`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._twins: dict[torch.Tensor, Twin] = {}
+        self._lent: dict[nn.Module, list[_Lent]] = {}
+        """By layer, what it runs on."""
         self.ids: frozenset[int] = frozenset()
         """Identities of the parameters that have twins, which these keep alive."""
         self._memory: torch.Tensor | None = None
@@ -124,25 +145,44 @@ class Twins:
             start += aligned(each.nbytes)
         self.ids = frozenset(map(id, parameters))
 
+    def forget(self, layer: nn.Module) -> None:
+        """Drop what is known of a layer."""
+        self._lent.pop(layer, None)
+
     def end(self) -> None:
         """Give the memory back."""
         memory, self._memory = self._memory, None
         self._twins.clear()
+        self._lent.clear()
         self.ids = frozenset()
         self._beside.close()
         self._beside_bytes, self.is_unasked, self._followed = 0, False, None
         if memory is not None:
             self.backend.free(memory, PURPOSE)
 
-    def bring(self, parameter: torch.Tensor, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What a visit in a step runs on, uploaded if the host has something newer, and the copies that were made."""
-        twin, backend = self._twins[parameter], self.backend
-        weights, copies = twin.weights.data, []
-        if not twin.is_current(step):
-            backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # behind the visits that read it
-            twin.agree(parameter)
-            copies = [backend.upload(parameter, weights, Lane.WEIGHTS)]
-        return weights, copies
+    def bring(
+        self, weights: LayerWeights, slots: tuple[int, ...], step: int
+    ) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """What a layer runs on in a step, uploaded if the host has something newer, and the copies that were made.
+
+        The same layer gets the same parameters as before.
+        """
+        lent, backend = self._lent_to(weights, slots), self.backend
+        copies: list[torch.Tensor] = []
+        for parameter, twin, on_device, _ in lent:
+            if not twin.is_current(step):
+                if not copies:
+                    backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # behind the visits that read it
+                twin.agree(parameter)
+                copies.append(backend.upload(parameter, on_device.detach(), Lane.WEIGHTS))
+        return [each.on_device for each in lent], copies
+
+    def _lent_to(self, weights: LayerWeights, slots: tuple[int, ...]) -> list[_Lent]:
+        parameters = [weights.slots[index].tensor for index in slots]
+        known = self._lent.get(weights.layer, [])
+        if len(known) != len(parameters) or not all(map(_Lent.is_of, known, parameters)):
+            known = self._lent[weights.layer] = [_Lent.of(each, self._twins[each]) for each in parameters]
+        return known
 
     def activate(self) -> contextlib.AbstractContextManager[object]:
         """A context for work on twins and copies; nothing without twins."""

@@ -1,0 +1,178 @@
+"""One module of a replica, and how it takes over the attributes of the user's module.
+
+Nearly all of them are the same objects as the last time. A few calls see that for all of them together, so that a
+visit of a layer that nobody has changed costs little.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from operator import is_, itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.core.layers import EXECUTION_DEVICE
+
+OWN = ("_parameters", "_buffers", "_modules")
+"""What a copy has for itself."""
+CHANGED_IN_PLACE = (dict, list, OrderedDict)
+"""Attributes that a module may change later; their own `copy` takes a tenth of the time of the module of this name."""
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+_REDIRECTED = (dict, list)
+"""Types of containers in `CHANGED_IN_PLACE` that `redirect` looks into."""
+_LOOKED_INTO = (torch.Tensor, nn.Module, types.MethodType, functools.partial)
+
+
+class Tensors(Protocol):
+    """Tensors, by the identities of those that they replace."""
+
+    def get(self, key: int, default: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class ModuleCopy:
+    """A shallow copy of a module, which takes over the attributes that this one has."""
+
+    __slots__ = (
+        "_containers",
+        "_length",
+        "_looked_into",
+        "_open",
+        "_pick_containers",
+        "_pick_looked_into",
+        "_pick_steady",
+        "_steady",
+        "_types",
+        "_values",
+    )
+
+    def __init__(self) -> None:
+        self._length = -1
+        """How many attributes there were at the last time; those beside `OWN` are of three kinds:"""
+        self._steady: tuple[str, ...] = ()
+        """what stays as it is as long as it is the same object,"""
+        self._containers: tuple[str, ...] = ()
+        """what may be filled in place,"""
+        self._open: tuple[str, ...] = ()
+        """and what may point into the tree;"""
+        self._looked_into: tuple[str, ...] = ()
+        """so may those of the second kind that are no hooks, when they are filled."""
+        self._values: tuple[Any, ...] = ()
+        """Of the first kind."""
+        self._types: tuple[type, ...] = ()
+        """Of the second."""
+        self._pick_steady = self._pick_containers = self._pick_looked_into = _picker(())
+
+    def take_over(
+        self,
+        attributes: Mapping[str, Any],
+        state: dict[str, Any],
+        modules: Mapping[int, nn.Module],
+        tensors: Tensors,
+        device: torch.device,
+    ) -> list[str]:
+        """Let the copy's ``state`` be these attributes, but for `OWN`; ``device`` is its `EXECUTION_DEVICE`.
+
+        Returns the names of those that point into the replica, where the module's point into its own tree.
+        """
+        if not (self._is_as_noted(attributes) and self._has_values(state)):
+            self._note(attributes)
+            state.update(zip(self._steady, self._values, strict=True))
+        state.update(zip(self._containers, self._pick_containers(attributes), strict=True))
+        others = self._open
+        if any(self._pick_looked_into(attributes)):
+            others += tuple(filter(attributes.__getitem__, self._looked_into))
+        redirected = []
+        for name in others:
+            value = attributes[name]
+            state[name] = mapped = redirect(value, modules, tensors)
+            if mapped is not value:
+                redirected.append(name)
+        if EXECUTION_DEVICE in attributes:
+            state[EXECUTION_DEVICE] = device
+        if len(state) != len(attributes):  # set on the copy by a forward, or deleted since
+            for name in [name for name in state if name not in attributes]:
+                del state[name]
+        return redirected
+
+    def changed(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Attributes of simple types that a forward has given the copy since `take_over`, and their values."""
+        if self._is_as_noted(state) and not any(type(state.get(name)) in _PLAIN for name in self._open):
+            return []
+        plain = {name: value for name, value in zip(self._steady, self._values, strict=True) if type(value) in _PLAIN}
+        return [
+            (name, value)
+            for name, value in state.items()
+            if type(value) in _PLAIN and name not in OWN and plain.get(name, plain) != value
+        ]
+
+    def _note(self, attributes: Mapping[str, Any]) -> None:
+        steady, containers, others = [], [], []
+        for name, value in attributes.items():
+            if name in OWN or name == EXECUTION_DEVICE:
+                continue
+            if type(value) in CHANGED_IN_PLACE:
+                containers.append(name)
+            elif isinstance(value, _LOOKED_INTO) or (type(value) is tuple and not _PLAIN.issuperset(map(type, value))):
+                others.append(name)
+            else:
+                steady.append(name)
+        self._length = len(attributes)
+        self._steady, self._containers, self._open = tuple(steady), tuple(containers), tuple(others)
+        self._looked_into = tuple(name for name in containers if type(attributes[name]) in _REDIRECTED)
+        self._pick_steady, self._pick_containers = _picker(self._steady), _picker(self._containers)
+        self._pick_looked_into = _picker(self._looked_into)
+        self._values = self._pick_steady(attributes)
+        self._types = tuple(map(type, self._pick_containers(attributes)))
+
+    def _has_values(self, attributes: Mapping[str, Any]) -> bool:
+        try:
+            return all(map(is_, self._pick_steady(attributes), self._values))
+        except KeyError:
+            return False
+
+    def _is_as_noted(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether these differ in nothing but what is in containers, and where others point."""
+        try:
+            return (
+                len(attributes) == self._length
+                and self._has_values(attributes)
+                and tuple(map(type, self._pick_containers(attributes))) == self._types
+            )
+        except KeyError:
+            return False
+
+
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Gives the values of some names."""
+    if not names:
+        return lambda attributes: ()
+    if len(names) == 1:
+        return lambda attributes: (attributes[names[0]],)
+    return itemgetter(*names)
+
+
+def redirect(value: Any, modules: Mapping[int, nn.Module], tensors: Tensors) -> Any:
+    """A value with other modules and tensors in it, by the identities of those that they replace."""
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, nn.Module):
+        return modules.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        owner = modules.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    if isinstance(value, functools.partial):
+        function, *args = new = [redirect(item, modules, tensors) for item in (value.func, *value.args)]
+        unchanged = all(map(is_, new, (value.func, *value.args)))
+        return value if unchanged else functools.partial(function, *args, **value.keywords)
+    if type(value) in (list, tuple):
+        items = [redirect(item, modules, tensors) for item in value]
+        return value if all(map(is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        mapped = {key: redirect(item, modules, tensors) for key, item in value.items()}
+        return value if all(map(is_, mapped.values(), value.values())) else mapped
+    return value
