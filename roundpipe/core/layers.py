@@ -308,11 +308,16 @@ class ChainSource(Protocol):
         """The latest chain, for reports; None if none is known before the first call."""
 
     def chain_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: LayerChain | None = None,
+        batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> LayerChain | None:
         """The chain for the arguments of one microbatch (real tensors); None: the call must run another way.
 
         ``before`` is that of the microbatch before in the same call: since then nothing has touched the model.
+        ``batch``: the arguments of a whole of which the microbatch is a piece, by which the model's code decides.
         """
 
     def others(self) -> Iterable[ChainSource]:
@@ -330,7 +335,13 @@ class FixedChain:
     def latest(self) -> LayerChain:
         return self.chain
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None) -> LayerChain:
+    def chain_for(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: LayerChain | None = None,
+        batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> LayerChain:
         return self.chain
 
     def others(self) -> Iterable[ChainSource]:

@@ -157,15 +157,24 @@ class FakeWorld:
         arguments: ``(args, kwargs)`` in normal form, real.
         dynamic: dimensions that are symbols although the rule says they are not.
         also: further arguments that the graph has to serve, which differ in sizes only; None = any.
+        batch: those of the batch that ``arguments`` are a piece of, real; None: they are no piece.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = (), also: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Any,
+        dynamic: Collection[Dimension] = (),
+        also: Any = None,
+        batch: Any = None,
+    ) -> None:
         self.model = model
         self._also = also
         self.shapes = ShapeWorld()
         self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
         self.real_arguments = arguments
+        self.batch = batch
         self._dynamic = frozenset(dynamic)
         self.real: dict[str, torch.Tensor] = {}
         """Parameters and buffers by name."""

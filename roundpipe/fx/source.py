@@ -25,6 +25,7 @@ from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
+from roundpipe.fx.arguments import Arguments
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
@@ -114,11 +115,17 @@ class TracedSource:
         return TracedSource(model, self._options, on_failure, self._preview)
 
     def chain_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: LayerChain | None = None,
+        batch: Arguments | None = None,
     ) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
 
         ``before`` is that of the microbatch before in the same call: the model still is what it was compared with then.
+        ``batch``: the arguments are a piece of these, and the model's code decides by the data of the whole, where it
+        asks for True or False.
 
         Raises:
             TraceError: the model can't be traced and ``on_failure`` raised it.
@@ -128,7 +135,7 @@ class TracedSource:
         with _tracing_modes():
             for position, (traced, chain) in enumerate(self._traces):
                 knows_model = before is not None and chain is before and chain is compared
-                mismatch = traced.guards.check(args, kwargs, knows_model=knows_model)
+                mismatch = traced.guards.check(args, kwargs, knows_model=knows_model, batch=batch)
                 if mismatch is None:
                     self._compared = chain
                     self._served += 1
@@ -142,7 +149,7 @@ class TracedSource:
             if failure is not None:
                 self._note_retrace(failure)
             try:
-                return self._trace(args, kwargs, failure or "for the first time")
+                return self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
                 if error.cause is TraceCause.MODEL_ERROR and isinstance(error.__cause__, Exception):
                     add_note(error.__cause__, f"roundpipe: {error}")
@@ -196,16 +203,22 @@ class TracedSource:
                 "Keep it fixed (pad inputs, move it out of forward) to trace once"
             )
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: object = "for the first time") -> LayerChain:
+    def _trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: object = "for the first time",
+        batch: Arguments | None = None,
+    ) -> LayerChain:
         began_s, kind = time.perf_counter(), type(self._model).__name__
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         try:
             with interrupts_held(), garbage_kept():
                 with torch.enable_grad():
-                    traced = self._graph_for(args, kwargs)
+                    traced = self._graph_for(args, kwargs, batch)
                 if not records_gradients and traced.guards.grad_matters:
-                    traced = self._graph_for(args, kwargs)  # its code asked
+                    traced = self._graph_for(args, kwargs, batch)  # its code asked
                 traced_s = time.perf_counter() - began_s
                 logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
                 guards = traced.guards
@@ -234,12 +247,14 @@ class TracedSource:
                 "which each microbatch has a copy: the caller's own stays as it was"
             )
 
-    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
+    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
         reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
-            traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
+            traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch)
         traced.guards.restrict(reads)
+        if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
+            return self._graph_for(args, kwargs, None)  # it does not serve the whole, so a piece decides by itself
         return traced
 
 

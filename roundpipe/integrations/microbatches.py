@@ -45,6 +45,14 @@ class Batch:
     """For loss code; empty where the loss is the model's own."""
     num_samples: int | None = None
     """None: not known, so that the batch can't be cut."""
+    whole: Batch | None = None
+    """What it is a piece of."""
+
+    @property
+    def decides(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments by whose data the model's code decides: those of the whole, as in eager mode."""
+        whole = self.whole or self
+        return whole.args, whole.kwargs
 
 
 def _targets(piece: Batch, label_names: Sequence[str]) -> torch.Tensor | None:
@@ -103,7 +111,7 @@ def _rows(piece: Batch, which: slice | list[int], number: int) -> Batch:
         return tensor[which] if tensor.ndim and tensor.shape[0] == piece.num_samples else tensor
 
     args, kwargs, inputs = trees.map_tensors((piece.args, piece.kwargs, piece.inputs), rows)
-    return Batch(args, kwargs, inputs, number)
+    return Batch(args, kwargs, inputs, number, piece)
 
 
 def num_samples(inputs: Any) -> int | None:

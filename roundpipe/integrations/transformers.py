@@ -37,6 +37,7 @@ from roundpipe.integrations.microbatches import Batch, LossKind, Weighing, cut, 
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
 from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.microbatch.pieces import BatchPieces
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -266,9 +267,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _call(self, microbatches: Sequence[Microbatch], *, is_own: bool, scale: float = 1.0) -> dict[str, Any]:
         """The arguments of ``forward_backward`` and ``forward_loss``."""
+        batches = [batch for batch, _ in microbatches]
         return {
-            "input_args": [batch.args for batch, _ in microbatches],
-            "input_kwargs": [batch.kwargs for batch, _ in microbatches],
+            "input_args": [batch.args for batch in batches],
+            "input_kwargs": BatchPieces((batch.kwargs for batch in batches), [batch.decides for batch in batches]),
             "label": [replace(label, factor=label.factor * scale) for _, label in microbatches],
             "loss_fn": own_loss if is_own else self._loss_of,
         }
@@ -276,7 +278,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     def _weighing(self, piece: Batch) -> Weighing | None:
         """Of the model's own loss, if the graph for such a piece tells it."""
         with self.accelerator.autocast():
-            losses = self.pipe.own_losses(piece.args, piece.kwargs)
+            losses = self.pipe.own_losses(piece.args, piece.kwargs, piece.decides)
         own = next((each for each in losses if [access.key for access in each.path] in (["loss"], [0])), None)
         if own is None or own.has_terms:
             return None

@@ -306,9 +306,10 @@ class ChainRunner(Runner):
 def _chains(source: ChainSource, pieces: Split) -> list[LayerChain] | None:
     """A source's chain for each microbatch; None if one has none."""
     chains: list[LayerChain] = []
-    for args, kwargs in zip(pieces.args, pieces.kwargs, strict=True):
+    for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
+        batch = None if pieces.batches is None else pieces.batches[index]
         try:
-            chain = source.chain_for(args, kwargs, chains[-1] if chains else None)
+            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch)
         except Exception as error:
             if pieces.num_microbatches > 1:
                 note_few_samples(error)

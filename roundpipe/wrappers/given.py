@@ -8,6 +8,7 @@ from typing import Any
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.microbatch.pieces import BatchPieces
 
 GivenMicrobatches = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -31,7 +32,10 @@ def given_microbatches(
     if kinds or not number:
         what = f"a list with {kinds[0]}" if kinds else "an empty list"
         raise ConfigError(f"input_kwargs is {what}; give a dict of keyword arguments, or a list of them, one each")
-    all_args, all_kwargs = [tuple(each) for each in args or [()] * number], list(kwargs)
+    all_args, all_kwargs = (
+        [tuple(each) for each in args or [()] * number],
+        kwargs if isinstance(kwargs, BatchPieces) else list(kwargs),
+    )
     labels = [None] * number if label is None else list(label)
     options = replace(
         options,

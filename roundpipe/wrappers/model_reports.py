@@ -38,13 +38,21 @@ class ModelReports(ModelView):
         """How many times the model was traced."""
         return self._runner.trace_count
 
-    def own_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OwnLoss, ...]:
-        """Losses among the model's outputs of which its graph for a call tells what microbatches count for.
+    def own_losses(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> tuple[OwnLoss, ...]:
+        """Losses among the model's outputs of which its graph for a microbatch tells what that counts for.
 
-        The model is traced if it was not for such a call; none where it runs without a graph.
+        The model is traced if it was not for such a call; none where it runs without a graph. ``batch`` is what the
+        microbatch is a piece of.
         """
+        if not isinstance(self._runner, ChainRunner):
+            return ()
         with self._session.call():
-            chain = self._runner.source.chain_for(args, kwargs) if isinstance(self._runner, ChainRunner) else None
+            chain = self._runner.source.chain_for(args, kwargs, None, batch)
         return () if chain is None else chain.own_losses
 
     def partition_table(self) -> str:

@@ -216,7 +216,13 @@ class ModuleSource(FixedChain):
         self._model = model
         self._structure = Structure(model.modules())
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None) -> LayerChain:
+    def chain_for(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: LayerChain | None = None,
+        batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> LayerChain:
         if self._structure.changed() is not None:
             self.chain, self._structure = layers_of(self._model), Structure(self._model.modules())
         first = next(iter(self.chain), None)

@@ -29,6 +29,21 @@ def test_data_that_decided() -> None:
     assert len(other.body) > len(traced.body)
 
 
+def test_a_batch_decides_for_its_pieces() -> None:
+    model, x, mask = MaskDecides(), torch.randn(4, 16), torch.ones(4, 16)
+    mask[0] = 0
+    batch, wide = ((), {"x": x, "mask": mask}), ((), {"x": x[:, :8], "mask": mask})
+    piece = {"x": x[2:], "mask": mask[2:]}
+    by_itself, by_batch = (trace(model, (), piece, batch=each) for each in (None, batch))
+    assert isinstance(by_itself.guards, Guards) and isinstance(by_batch.guards, Guards)
+    assert len(by_batch.body) > len(by_itself.body)
+    assert by_batch.guards.check((), piece, batch=batch) is None
+    assert "data of mask" in failure_of(by_batch.guards, piece).message
+    assert by_itself.guards.check((), piece) is None
+    assert by_itself.guards.check((), piece, batch=batch) is not None
+    assert by_itself.guards.check((), piece, batch=wide) is None  # a graph that does not serve it can't follow it
+
+
 class AsksForOne(nn.Module):
     """Takes another path for a single sample."""
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 import roundpipe
 from roundpipe.fx.trace.verify import ShapeVerifier
 from roundpipe.integrations.transformers import RoundPipeTrainerMixin
+from roundpipe.runtime.microbatch.pieces import BatchPieces
 from tests.fx.modules import LogProbs
 from tests.integrations.trainers import adapted, bert, classified, llama, padded, texts, train_both
 
@@ -60,6 +62,10 @@ def close_fitting(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
     return padded(samples, min_padding=0)
 
 
+def classes_of_close_fitting(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {**classified(samples), **{name: close_fitting(samples)[name] for name in ("input_ids", "attention_mask")}}
+
+
 def more(make: Any, name: str, num_microbatches: int) -> Any:
     return pytest.param(make, num_microbatches, id=name, marks=pytest.mark.long)
 
@@ -90,12 +96,16 @@ def test_lengths_that_vary_make_few_traces(
 
 
 @pytest.mark.parametrize(
-    ("make", "collate"), [pytest.param(llama, padded, id="decoder"), pytest.param(bert, classified, id="classifier")]
+    ("make", "collate"),
+    [pytest.param(llama, close_fitting, id="decoder"), pytest.param(bert, classes_of_close_fitting, id="classifier")],
 )
 def test_a_run_with_evaluation_makes_two_traces(
     make: Any, collate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graphs tell what the model's own loss is, so that nothing is measured; the last batches are short."""
+    """With pieces that have no padding, and last batches that are short.
+
+    The graphs tell what the model's own loss is, so that nothing is measured.
+    """
     evaluated: list[bool] = []
     forward_loss = roundpipe.RoundPipe.forward_loss
     monkeypatch.setattr(
@@ -105,6 +115,39 @@ def test_a_run_with_evaluation_makes_two_traces(
     )
     options = {"devices": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     options |= {"data_collator": collate, "eval_strategy": "steps", "eval_steps": 2}
-    _, ours = train_both(make, tmp_path, train_dataset=texts(11), **options)
+    # the last batches have 3 samples and 2
+    _, ours = train_both(make, tmp_path, train_dataset=texts(11), eval_dataset=texts(6, 2), **options)
     assert ours.pipe.trace_count == 2
     assert evaluated == [False] * 4  # two evaluations of two batches each
+
+
+def test_a_batch_decides_for_its_pieces() -> None:
+    """A piece goes the way of its whole batch; where that can't be known it goes its own."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            return hidden if mask.all() else hidden * mask * mask.sum().item()
+
+    torch.manual_seed(0)
+    model, x, mask = Masked(), torch.randn(4, 4), torch.ones(4, 4)
+    mask[0, 0] = 0
+    kwargs = [{"x": x[rows], "mask": mask[rows]} for rows in (slice(0, 1), slice(1, 4))]
+    batch = (), {"x": x, "mask": mask}
+    one = {"x": x[:1], "mask": mask[:1, :3]}  # no graph takes both
+    expected = [(model.linear(each["x"]) * each["mask"] * each["mask"].sum()).sum() for each in kwargs]
+    with roundpipe.compile(model, devices=["cpu"]) as pipe:
+        for batches in ([batch, batch], [batch, ((), one)]):
+            losses: list[float] = []
+            pipe.forward_backward(
+                input_kwargs=BatchPieces(kwargs, batches),
+                loss_fn=lambda outputs, label, losses=losses: (
+                    losses.append(float(outputs.detach().sum())) or outputs.sum()
+                ),
+            )
+            torch.testing.assert_close(sorted(losses), sorted(map(float, expected)))
+            expected[1] = model.linear(x[1:]).sum()

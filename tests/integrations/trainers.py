@@ -65,7 +65,7 @@ def classified(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 def make_trainer(kind: type[Trainer], model: Any, folder: Path, *, devices: int = 1, **given: Any) -> Any:
     """A trainer; what it does not know by name is a training argument."""
     names = ["compute_metrics", "compute_loss_func", "callbacks", "optimizers", "data_collator", "train_dataset"]
-    names += ["model_init"]
+    names += ["model_init", "eval_dataset"]
     options = {name: given.pop(name) for name in names if name in given}
     if issubclass(kind, RoundPipeTrainerMixin):
         rotation = given.pop("rotation", {})

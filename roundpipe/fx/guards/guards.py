@@ -22,11 +22,11 @@ from torch import nn
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
 from roundpipe.effects.reads import Reads
-from roundpipe.fx.arguments import ArgumentForm, CallForm, argument_words
+from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
-from roundpipe.fx.guards.values import ValueProgram
+from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeSystem
 
@@ -160,11 +160,19 @@ class Guards:
         ]
         return sizes + reads
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, knows_model: bool = False) -> Failure | None:
+    def check(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        knows_model: bool = False,
+        batch: Arguments | None = None,
+    ) -> Failure | None:
         """None if the trace serves a call with these arguments, otherwise why not.
 
         ``knows_model``: the model is not looked at, since it was compared with what was traced just before, or since
-        copies of what was traced run in its place.
+        copies of what was traced run in its place. ``batch``: the arguments are a piece of these, and decisions are
+        those of the whole, if the trace serves its sizes.
         """
         words = self._call_modes.difference(CallModes.current(), self.grad_matters)
         looks = not knows_model
@@ -178,13 +186,28 @@ class Guards:
         words = self._arguments.difference(arguments, tensors) or self._other_tensors(tensors)
         if words:
             return Failure(words)
+        if failure := self._failure_of_shapes(arguments, tensors):
+            return failure
+        return self._value_failure(self.values.data_failure(arguments, self._decides(batch)))
+
+    def _failure_of_shapes(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
         key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         if key not in self._by_shapes:
             if len(self._by_shapes) >= MAX_CACHED_SHAPES:
                 self._by_shapes.clear()
             failure = self._size_failure(arguments, tensors)
-            self._by_shapes[key] = failure or self._value_failure(arguments, of_sizes_only=True)
-        return self._by_shapes[key] or self._value_failure(arguments, of_sizes_only=False)
+            self._by_shapes[key] = failure or self._value_failure(self.values.size_failure(arguments))
+        return self._by_shapes[key]
+
+    def _decides(self, batch: Arguments | None) -> Arguments | None:
+        """A batch in normal form, if the graph serves its sizes, so that its data may decide for its pieces."""
+        if batch is None:
+            return None
+        arguments = self._form.normalise(*batch)
+        tensors: list[torch.Tensor] = []
+        if self._arguments.difference(arguments, tensors) or self._failure_of_shapes(arguments, tensors):
+            return None
+        return arguments
 
     def _other_tensors(self, tensors: list[torch.Tensor]) -> str:
         """Which of the arguments' tensors is otherwise, beside its dtype and sizes."""
@@ -251,8 +274,7 @@ class Guards:
         self._operators.append(variant)
         return None
 
-    def _value_failure(self, arguments: Any, of_sizes_only: bool) -> Failure | None:
-        failure = self.values.first_failure(arguments, of_sizes_only)
+    def _value_failure(self, failure: tuple[ValueRead, Any] | None) -> Failure | None:
         if failure is None:
             return None
         read, now = failure

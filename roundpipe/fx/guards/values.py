@@ -5,10 +5,14 @@ replaying the few nodes it depends on tells whether other inputs give the same. 
 numbers is never read.
 
 Invariant: a value read while tracing is one that `ValueProgram` reads again.
+
+Of a microbatch that is a piece of a batch, what gives True or False is asked of the whole batch, if that is known: it
+is the way that the model takes in eager mode.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -109,11 +113,13 @@ class ValueReader:
     Args:
         traced: what is recorded so far.
         arguments: the example, real.
+        batch: those of the batch that the example is a piece of; None: it is no piece.
     """
 
-    def __init__(self, traced: TracedGraph, arguments: Any) -> None:
+    def __init__(self, traced: TracedGraph, arguments: Any, batch: Any = None) -> None:
         self._traced = traced
         self._arguments = arguments
+        self._batch = batch
         self._parameters = {name for name, _ in parameters_at(traced.model)}
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
@@ -151,15 +157,21 @@ class ValueReader:
             answer = self._answer(read)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
+        if self._batch is not None and _is_decision(answer) and _reads_data(read, self._needed_for(read)):
+            with contextlib.suppress(Exception):  # a graph that serves no batch decides by pieces
+                answer = self._answer(read, self._batch)
         self.reads.append(replace(read, expected=trees.map_tensors(answer, _shape)))
         return answer
 
     def _last(self) -> Node:
         return next(iter(reversed(self._traced.graph.nodes)))
 
-    def _answer(self, read: ValueRead) -> Any:
-        nodes = _needed_for_reads(list(self._traced.graph.nodes), [read])
-        return _HostRun(self._traced, self._arguments).answers(nodes, [read])[0]
+    def _answer(self, read: ValueRead, arguments: Any = None) -> Any:
+        run = _HostRun(self._traced, arguments or self._arguments)
+        return run.answers(self._needed_for(read), [read])[0]
+
+    def _needed_for(self, read: ValueRead) -> list[Node]:
+        return _needed_for_reads(list(self._traced.graph.nodes), [read])
 
 
 class ValueProgram:
@@ -185,18 +197,29 @@ class ValueProgram:
                 self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
         order = list(own.nodes)
         self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
-        self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
-        pairs = list(zip(self.reads, self._needed_by, strict=True))
-        for of_sizes_only in (True, False):
-            part = [read for read, nodes in pairs if _reads_data(read, nodes) is not of_sizes_only]
-            self._parts[of_sizes_only] = (part, _needed_for_reads(order, part))
+        data = [read for read, nodes in zip(self.reads, self._needed_by, strict=True) if _reads_data(read, nodes)]
+        self._of_sizes, self._of_decisions, self._of_data = (
+            (part, _needed_for_reads(order, part))
+            for part in (
+                [read for read in self.reads if read not in data],
+                [read for read in data if _is_decision(read.expected)],
+                [read for read in data if not _is_decision(read.expected)],
+            )
+        )
         attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
         self.buffers = attributes - set(traced.constants)
         """Names of the buffers that the reads depend on."""
 
-    def first_failure(self, arguments: Any, of_sizes_only: bool) -> tuple[ValueRead, Any] | None:
-        """The first read whose answer differs now, with the answer or the error; sizes determine some reads."""
-        reads, nodes = self._parts[of_sizes_only]
+    def size_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
+        """The first read that sizes determine whose answer differs now, with the answer or the error."""
+        return self._first_failure(*self._of_sizes, arguments)
+
+    def data_failure(self, arguments: Any, batch: Any = None) -> tuple[ValueRead, Any] | None:
+        """The same of the others; ``batch`` as for `ValueReader`."""
+        by_batch = self._first_failure(*self._of_decisions, batch or arguments)
+        return by_batch or self._first_failure(*self._of_data, arguments)
+
+    def _first_failure(self, reads: list[ValueRead], nodes: list[Node], arguments: Any) -> tuple[ValueRead, Any] | None:
         if not reads:
             return None
         try:
@@ -223,6 +246,10 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
         and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
         for node in nodes
     )
+
+
+def _is_decision(answer: Any) -> bool:
+    return isinstance(answer, bool)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -244,7 +244,7 @@ class ExampleData:
         self._world = world
         self._builder = builder
         self._pause = pause
-        self.reader = ValueReader(builder.traced, world.real_arguments)
+        self.reader = ValueReader(builder.traced, world.real_arguments, world.batch)
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""

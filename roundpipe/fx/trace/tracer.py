@@ -54,6 +54,7 @@ def trace(
     max_leaf_bytes: int | None = None,
     dynamic: Collection[Dimension] = (),
     is_pure: bool = False,
+    batch: Arguments | None = None,
 ) -> GuardedGraph:
     """The graph that a model's forward records on example arguments.
 
@@ -65,6 +66,7 @@ def trace(
         max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
         dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
         is_pure: a forward that changes anything in Python is refused; it never runs on data.
+        batch: the arguments of which the example is a piece, whose data decide what is asked with True or False.
 
     Returns:
         The graph, with its guards.
@@ -75,10 +77,11 @@ def trace(
     """
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
+    whole = None if batch is None else form.normalise(*batch)
     knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure)
     try:
         with interrupts_held(), TRACING, preserved_random_state():
-            return _trace_doubled(model, form, arguments, knowledge)
+            return _trace_doubled(model, form, arguments, knowledge, whole)
     except TraceError as error:
         own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
         if own is not None:
@@ -86,31 +89,38 @@ def trace(
         raise
 
 
-def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> GuardedGraph:
+def _trace_doubled(
+    model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge, batch: Arguments | None
+) -> GuardedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
     doubled = _batch_of_two(arguments)
     if doubled is None:
-        return _trace(model, form, arguments, knowledge)
+        return _trace(model, form, arguments, knowledge, batch)
     try:
-        traced = _trace(model, form, doubled, knowledge, also=arguments)
+        traced = _trace(model, form, doubled, knowledge, batch, also=arguments)
     except OtherSizes:
-        return _trace(model, form, arguments, knowledge)
+        return _trace(model, form, arguments, knowledge, batch)
     except TraceError as error:
         try:
-            return _trace(model, form, arguments, knowledge)
+            return _trace(model, form, arguments, knowledge, batch)
         except TraceError:
             raise error from error.__cause__
-    if traced.guards.check(*arguments) is not None:
-        return _trace(model, form, arguments, knowledge)
+    if traced.guards.check(*arguments, batch=batch) is not None:
+        return _trace(model, form, arguments, knowledge, batch)
     return traced
 
 
 def _trace(
-    model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge, also: Arguments | None = None
+    model: nn.Module,
+    form: CallForm,
+    arguments: Arguments,
+    knowledge: Knowledge,
+    batch: Arguments | None,
+    also: Arguments | None = None,
 ) -> GuardedGraph:
     """Attempts until one succeeds; each knows what those before found out."""
     for _ in range(MAX_ATTEMPTS):
-        world = FakeWorld(model, arguments, knowledge.dynamic, also)
+        world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
         try:
             traced, traced_parts = _stable_trace(world, form, knowledge)
         except Retry as retry:

@@ -29,7 +29,6 @@ from roundpipe.runtime.microbatch.merge import (
     array_leaves,
     check_leaf_spec,
     checked_dim_size,
-    described,
     holds_array,
     is_function,
     is_spec,
@@ -38,11 +37,9 @@ from roundpipe.runtime.microbatch.merge import (
     shape_of,
     spec_children,
 )
+from roundpipe.runtime.microbatch.pieces import Inputs, call_split_input, checked_list
 
 logger = logging.getLogger(__name__)
-
-Inputs = tuple[Any, Any]
-"""``(args, kwargs)``; also their specs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,8 @@ class Split:
     """What has to happen before a microbatch's arguments and labels may be read."""
     sizes: list[int] | None = None
     """Samples of each microbatch; None: not known."""
+    batches: Sequence[Inputs] | None = None
+    """By whose data code of the model decides about each microbatch; None: by its own."""
 
     @property
     def num_microbatches(self) -> int:
@@ -88,8 +87,11 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
     batch, a spec that does not fit, or a function that returns something unusable.
     """
     inputs = (tuple(args), dict(kwargs))
+    batches: Sequence[Inputs] | None = None
     if is_function(config.split_input):
-        pieces = _call_split_input(config.split_input, inputs, config.num_microbatch)
+        for packed in packed_leaves(inputs):
+            packed.synchronize()
+        pieces, batches = call_split_input(config.split_input, inputs, config.num_microbatch)
         division = _division_of_pieces(pieces)
     else:
         specs = _specs_of(config)
@@ -97,9 +99,8 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
         pieces = division.split(inputs, specs, ())
     labels = division.split_labels(label, config.split_label)
     division.warn()
-    return Split(
-        [args for args, _ in pieces], [kwargs for _, kwargs in pieces], labels, division.events, division.sizes
-    )
+    all_args, all_kwargs = [args for args, _ in pieces], [kwargs for _, kwargs in pieces]
+    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches)
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class Division:
                 packed.synchronize()
             with RaisedIn("code on the host, phase split_label"):
                 result = rule(label, number)
-            return _checked_list(result, number, "split_label(label, num_microbatch)", "labels")
+            return checked_list(result, number, "split_label(label, num_microbatch)", "labels")
         first = batched_leaf(label)
         if self.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
             self.sizes = self.sizes_for(first.shape[0])
@@ -340,35 +341,6 @@ def _pieces(tensor: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tens
         return list(torch.split(tensor, sizes, dim))  # one backward for all pieces, which joins them
     starts = itertools.accumulate(sizes, initial=0)
     return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
-
-
-def _call_split_input(rule: Any, inputs: Inputs, number: int) -> list[Inputs]:
-    for packed in packed_leaves(inputs):
-        packed.synchronize()
-    what = "split_input(args, kwargs, num_microbatch)"
-    with RaisedIn("code on the host, phase split_input"):
-        result = rule(*inputs, number)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise MicrobatchError(f"{what} returned {described(result)}; it must return (args_list, kwargs_list)")
-    args_list = _checked_list(result[0], number, what, "args_list")
-    kwargs_list = _checked_list(result[1], number, what, "kwargs_list")
-    for index, (args, kwargs) in enumerate(zip(args_list, kwargs_list, strict=True)):
-        if not isinstance(args, tuple | list):
-            raise MicrobatchError(f"{what}: args_list[{index}] is {described(args)}; it must be a tuple of arguments")
-        if not isinstance(kwargs, Mapping):
-            raise MicrobatchError(f"{what}: kwargs_list[{index}] is {described(kwargs)}; it must be a dict")
-    return [(tuple(args), dict(kwargs)) for args, kwargs in zip(args_list, kwargs_list, strict=True)]
-
-
-def _checked_list(result: Any, number: int, what: str, name: str) -> list[Any]:
-    if not isinstance(result, tuple | list):
-        raise MicrobatchError(f"{what} returned {described(result)} as {name}; it must be a list of {number} items")
-    if len(result) != number:
-        raise MicrobatchError(
-            f"{what} returned {len(result)} items in {name} for num_microbatch={number}; it must return "
-            "one per microbatch (torch.chunk may give fewer than asked: use torch.tensor_split)"
-        )
-    return list(result)
 
 
 def input_name(path: Path) -> str:
