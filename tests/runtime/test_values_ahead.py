@@ -57,10 +57,10 @@ class Log:
             self._local.run = job.index, args[-1]
             run(runner, step, job, *args)
 
-        def noted_copy(ahead: Any, run: Any, values: Any, what: str, *args: Any) -> Any:
+        def noted_copy(ahead: Any, run: Any, values: Any, num_bytes: int, what: str, *args: Any) -> Any:
             before, self._local.run = self._local.run, (run[0].index, run[1])
             self._local.what = "gradients" if what.startswith("gradients") else "values"
-            found = copied(ahead, run, values, what, *args)
+            found = copied(ahead, run, values, num_bytes, what, *args)
             self._local.run, self._local.what = before, "values"
             return found
 

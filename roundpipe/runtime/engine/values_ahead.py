@@ -12,11 +12,11 @@ Invariant: a device never has more at once than without it. What is not taken by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from roundpipe.core import trees
 from roundpipe.core.errors import release_frames
@@ -42,7 +42,17 @@ class _Copy:
     num_bytes: int
     arrived: Event
     moments: tuple[Moment, Moment] | None
-    counted: ExitStack
+    counted: AbstractContextManager[Any]
+
+
+class _JobTakes(NamedTuple):
+    """What is the same for all runs of a job."""
+
+    has_parts: bool
+    """Whether values come up for one part of a run after the other, or its layers leave some one after the other."""
+    shared: frozenset[str]
+    """Names whose values other readers of a visit have, too: they come up with its first run."""
+    has_label: bool
 
 
 class ValuesAhead:
@@ -60,6 +70,10 @@ class ValuesAhead:
         """Job and microbatch that the next ones are for."""
         self._next_values: dict[str, _Copy] = {}
         self._next_gradients: dict[str, _Copy] = {}
+        self._schedule: Schedule | None = None
+        """Of the present step."""
+        self._jobs: dict[int, _JobTakes] = {}
+        """Its jobs, as far as they are known."""
         self._without: int | None = None
         """First job of the step in which memory was too short for it."""
 
@@ -100,14 +114,14 @@ class ValuesAhead:
             if copy.moments is not None:
                 self._meter.arrived(*copy.moments)
             self._backend.wait(Lane.COMPUTE, copy.arrived)
-            copy.counted.close()
+            copy.counted.__exit__(None, None, None)
         return copy
 
     def give(self, step: StepState, job: Job, stage: Stage, microbatch: int) -> None:
         """Give the link what the worker's run after this one takes, if that is there and there is room for it."""
         spec, pace = step.spec, self._pace
         is_short = step.kept.shortage or self._without == spec.schedule.first_job
-        if is_short or not pace.may_give_ahead(has_parts=_has_parts(spec, job)):
+        if is_short or not pace.may_give_ahead(has_parts=self._takes(spec, job).has_parts):
             return
         if (following := _next_run(spec.schedule, job, microbatch)) is None:
             return
@@ -115,14 +129,13 @@ class ValuesAhead:
         segment = _first_segment(spec, other, stage if other is job else None)
         if segment is None or not _has_values(step, other, microbatch):
             return
-        values, gradients = (
-            _values_of(step, other, segment, microbatch),
-            _gradients_of(step, other, segment, microbatch),
-        )
-        events = [event for value in (*values.values(), *_flat(gradients)) for event in value.events]
-        if not all(map(self._backend.is_own, events)):  # the thread itself would wait for them
-            return
-        num_bytes, gradient_bytes = _bytes_of(values.values()), _bytes_of(_flat(gradients))
+        values = self._values_of(step, other, segment, microbatch)
+        gradients = _gradients_of(step, other, segment, microbatch)
+        each_value = (value for each in (*values.values(), *gradients.values()) for value in each)
+        if not all(self._backend.is_own(event) for value in each_value for event in value.events):
+            return  # the thread itself would wait for it
+        sizes, gradient_sizes = _sizes(values), _sizes(gradients)
+        num_bytes, gradient_bytes = sum(sizes.values()), sum(gradient_sizes.values())
         make_room = partial(pace.make_room_ahead, is_same_visit=other is job)
         if not make_room(num_bytes + gradient_bytes):
             if not (gradient_bytes and make_room(num_bytes)):
@@ -131,43 +144,61 @@ class ValuesAhead:
         self._next_run = other.index, microbatch
         try:
             with pace.giving_ahead():
-                for name, value in values.items():
-                    self._next_values[name] = self._give_value(step, following, name, value)
+                for name, (value,) in values.items():
+                    self._next_values[name] = self._give_value(step, following, name, value, sizes[name])
                 for name, each in gradients.items():
-                    purpose = "carried gradients"
-                    self._next_gradients[name] = self._copy(following, each, "gradients for", purpose)
+                    copy = self._copy(following, each, gradient_sizes[name], "gradients for", "carried gradients")
+                    self._next_gradients[name] = copy
         except OUT_OF_MEMORY as error:  # it comes up in its turn
             self._without = spec.schedule.first_job
             self._drop_next()
             release_frames(error)
 
-    def _give_value(self, step: StepState, run: Run, name: str, value: HostValue) -> _Copy:
+    def _takes(self, spec: StepSpec, job: Job) -> _JobTakes:
+        if self._schedule is not spec.schedule:
+            self._schedule, self._jobs = spec.schedule, {}
+        if (known := self._jobs.get(job.index)) is None:
+            known = self._jobs[job.index] = _job_takes(spec, job)
+        return known
+
+    def _values_of(self, step: StepState, job: Job, segment: Segment, microbatch: int) -> dict[str, list[HostValue]]:
+        """What a run takes first, but for what it shares with other readers of its visit."""
+        takes, there = self._takes(step.spec, job), step.values[microbatch]
+        values = {name: [there[name]] for name in segment.takes if name not in takes.shared}
+        if takes.has_label:
+            values[LABEL] = [HostValue(step.spec.labels[microbatch])]
+        return values
+
+    def _give_value(self, step: StepState, run: Run, name: str, value: HostValue, num_bytes: int) -> _Copy:
         if name == LABEL:
-            return self._copy(run, [value], "labels of")
+            return self._copy(run, [value], num_bytes, "labels of")
         value, is_lent = step.begin_read(step.values[run[1]], name)
         try:
-            return self._copy(run, [value], "values for")
+            return self._copy(run, [value], num_bytes, "values for")
         finally:
             if is_lent:
                 step.end_read(self._backend.record(Lane.UPLOAD))
 
-    def _copy(self, run: Run, values: Sequence[HostValue], what: str, purpose: str = "carried values") -> _Copy:
-        backend, counted, num_bytes = self._backend, ExitStack(), _bytes_of(values)
-        counted.enter_context(backend.hold(num_bytes, purpose))
-        for event in (event for value in values for event in value.events):
-            backend.wait(Lane.UPLOAD, event)
+    def _copy(
+        self, run: Run, values: Sequence[HostValue], num_bytes: int, what: str, purpose: str = "carried values"
+    ) -> _Copy:
+        backend, counted = self._backend, self._backend.hold(num_bytes, purpose)
+        for value in values:
+            for event in value.events:
+                backend.wait(Lane.UPLOAD, event)
+        counted.__enter__()
         try:
             with self._meter.copying_ahead(what, *run) as timed:
                 uploaded = trees.map_tensors([value.value for value in values], backend.upload)
         except BaseException:
-            counted.close()
+            counted.__exit__(None, None, None)
             raise
         return _Copy(uploaded, num_bytes, backend.record(Lane.UPLOAD), timed.moments, counted)
 
 
 def _drop(copies: dict[str, _Copy]) -> None:
     for copy in copies.values():
-        copy.counted.close()
+        copy.counted.__exit__(None, None, None)
     copies.clear()
 
 
@@ -182,11 +213,13 @@ def _next_run(schedule: Schedule, job: Job, microbatch: int) -> Run | None:
     return job, schedule.microbatches(job)[0]
 
 
-def _has_parts(spec: StepSpec, job: Job) -> bool:
-    """Whether a run of a job has parts that values come up for, or layers that leave some, one after the other."""
+def _job_takes(spec: StepSpec, job: Job) -> _JobTakes:
     flow = spec.flow_of(job)
-    makes = (spec.chain.specs[index].makes for index in job.layers)
-    return len(flow.segments) > 1 or sum(not flow.gives.isdisjoint(names) for names in makes) > 1
+    num_giving = sum(not flow.gives.isdisjoint(spec.chain.specs[index].makes) for index in job.layers)
+    shared = flow.read_again.union(name for name, _ in spec.not_split)
+    has_loss = job.phase is Phase.FUSED or (job.phase is Phase.FORWARD and spec.schedule.is_of_last_stage(job))
+    has_label = has_loss and spec.loss_fn is not None and LABEL not in shared
+    return _JobTakes(len(flow.segments) > 1 or num_giving > 1, shared, has_label)
 
 
 def _first_segment(spec: StepSpec, job: Job, stage: Stage | None) -> Segment | None:
@@ -210,17 +243,6 @@ def _has_values(step: StepState, job: Job, microbatch: int) -> bool:
     return source is None or step.is_done(schedule.sharer(source, microbatch), microbatch)
 
 
-def _values_of(step: StepState, job: Job, segment: Segment, microbatch: int) -> dict[str, HostValue]:
-    """What a run takes first, but for what it shares with other readers of its visit."""
-    spec = step.spec
-    shared = spec.flow_of(job).read_again.union(name for name, _ in spec.not_split)
-    values = {name: step.values[microbatch][name] for name in segment.takes if name not in shared}
-    is_last = job.phase is Phase.FORWARD and spec.schedule.is_of_last_stage(job)
-    if spec.loss_fn is not None and LABEL not in shared and (job.phase is Phase.FUSED or is_last):
-        values[LABEL] = HostValue(spec.labels[microbatch])
-    return values
-
-
 def _gradients_of(step: StepState, job: Job, segment: Segment, microbatch: int) -> dict[str, list[HostValue]]:
     """Gradients that come up for a run's first segment, if they are there."""
     before = step.spec.schedule.before(job, microbatch)
@@ -230,9 +252,8 @@ def _gradients_of(step: StepState, job: Job, segment: Segment, microbatch: int) 
     return {name: [*there[name]] for name in segment.makes if there.get(name)}
 
 
-def _flat(gradients: Mapping[str, Sequence[HostValue]]) -> Iterator[HostValue]:
-    return (value for each in gradients.values() for value in each)
-
-
-def _bytes_of(values: Iterable[HostValue]) -> int:
-    return sum(bytes_of(tensor) for value in values for tensor in trees.tensors(value.value))
+def _sizes(values: Mapping[str, Sequence[HostValue]]) -> dict[str, int]:
+    return {
+        name: sum(bytes_of(tensor) for value in each for tensor in trees.tensors(value.value))
+        for name, each in values.items()
+    }
