@@ -94,6 +94,7 @@ def run_step(
                     f"less: {reason}. {proposal(plans, call, plan)}"
                 ) from error
             before.restore()
+            call.look_again()
             if gradients.have_come:
                 gradients.restore()
                 added.clear()

@@ -180,9 +180,9 @@ class TailSource:
 
 def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:
     """The first example that a trace does not serve, and why."""
-    for example in examples:
+    for position, example in enumerate(examples):
         try:
-            failure = traced.guards.check((example.outputs, example.label), {})
+            failure = traced.guards.check((example.outputs, example.label), {}, knows_model=position > 0)
         except ConfigError as error:  # it has other modules now
             failure = Failure(str(error))
         if failure is not None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
@@ -180,7 +181,8 @@ class StepBuilder:
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
-        room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
+        held, room = call.inventory, self.plans.room(call, plan)
+        weights = self._prepare(chain, wants_gradients=keeps_history, held=held)
         staying = {id(each): each for index in room.residency.trained for each in trained.get(index, ())}
         if not self._live(call, staying):
             return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
@@ -193,7 +195,7 @@ class StepBuilder:
             stays=self._stays.setdefault(chain, KeptStays()).of(
                 chain,
                 weights,
-                call.inventory.modes(),
+                held.modes(),
                 room.residency.layers,
                 with_trained=call.is_evaluation,
                 staying=staying,
@@ -317,12 +319,19 @@ class StepBuilder:
         return make_schedule(plan, engine.num_workers, call.num_microbatches, first_job=engine.next_job, kind=kind)
 
     def _prepare(
-        self, chain: LayerChain, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
+        self,
+        chain: LayerChain,
+        *,
+        wants_gradients: bool,
+        earlier: Sequence[LayerWeights] = (),
+        held: Inventory | None = None,
     ) -> list[LayerWeights]:
         num_laid_out = self._host.num_laid_out
         try:
             with self._engine.start.part("pin weights"):
-                return self._engine.prepare(chain, self._host, wants_gradients=wants_gradients, earlier=earlier)
+                return self._engine.prepare(
+                    chain, self._host, wants_gradients=wants_gradients, earlier=earlier, held=held
+                )
         finally:
             if self._host.num_laid_out != num_laid_out:
                 self._optimizer.weights_moved()

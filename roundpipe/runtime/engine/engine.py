@@ -98,16 +98,23 @@ class Engine(Steps):
         return any(backend.device.type != "cpu" for backend in self.backends)
 
     def prepare(
-        self, chain: LayerChain, host: HostWeights, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
+        self,
+        chain: LayerChain,
+        host: HostWeights,
+        *,
+        wants_gradients: bool,
+        earlier: Sequence[LayerWeights] = (),
+        held: Inventory | None = None,
     ) -> list[LayerWeights]:
         """The host's side of a chain's layers, packed; waits for running steps where that moves weights.
 
-        A backward gives what its forward got as ``earlier``. Raises a `ConfigError` if the model was changed since,
-        or if a hook can't run, where gradients are wanted in the step or in one that follows.
+        A backward gives what its forward got as ``earlier``; ``held`` is what the layers hold, if the caller has just
+        looked. Raises a `ConfigError` if the model was changed since, or if a hook can't run, where gradients are
+        wanted in the step or in one that follows.
         """
         for weights in earlier:
             weights.check_structure()
-        held, known = inventory.of_children(chain), self._prepared.get(chain)
+        held, known = held or inventory.of_children(chain), self._prepared.get(chain)
         if known is None or not known.is_current(held, host) or self._ended():
             layers = self.lay_out(chain, [spec.name for spec in chain.specs], list(chain), host)
             known = self._prepared[chain] = _Prepared(held, held.forms(), layers)

@@ -93,6 +93,10 @@ class Call:
             self._inventory = inventory.of_children(self.chain)
         return self._inventory
 
+    def look_again(self) -> None:
+        """The layers may hold something else by now, since they have run."""
+        self._inventory = self._hooks = self._trained = None
+
     @property
     def parameters(self) -> Sequence[Sequence[torch.Tensor]]:
         """Those of each layer."""
