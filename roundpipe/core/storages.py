@@ -22,6 +22,27 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, WatchedParameter) and tensor.layout is torch.strided
 
 
+def without_memory(
+    kind: type[torch.Tensor],
+    shape: Sequence[Any],
+    stride: Sequence[Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: Any = None,
+    num_bytes: Any = None,
+) -> Any:
+    """A tensor of a subclass that holds no elements.
+
+    Args:
+        offset: of its first element; None = 0.
+        num_bytes: how large its memory says that it is; None = what the elements would take.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        kind, shape, stride, offset, dtype=dtype, device=device, storage_size=num_bytes
+    )
+
+
 def is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether it is of a subclass that says which tensors it holds, beside its own memory or instead of it."""
     return not is_plain(tensor) and (hasattr(tensor, "__tensor_flatten__") or quant_state_of(tensor) is not None)

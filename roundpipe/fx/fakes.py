@@ -1,8 +1,5 @@
 """The world a model is traced in: fake tensors, symbolic sizes, and a twin of the model that holds them.
 
-The twin has the user's classes and attributes but its own module objects and attribute dicts, with a fake in place of
-each parameter and buffer: whatever a forward does to it, the user's model is never touched, not even for a moment.
-
 Invariant: fakes hold no memory; the real model and its tensors are only read.
 This file is the only user of torch's fake tensors, and the only importer of its dispatch mode, which sees every
 operator below autograd.
@@ -13,9 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import types
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, StatelessSymbolicContext
@@ -38,10 +34,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
-from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
-from roundpipe.core.storages import quant_state_of
+from roundpipe.core.modes import Modes
+from roundpipe.core.module_tree import buffers_at, modules_in, parameters_at
+from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import unseen
+from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
+from roundpipe.fx.twin import make_twin
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
@@ -149,6 +148,54 @@ class InputSizes:
     """Per dimension: an int, or the symbol that is this dimension and nothing else."""
 
 
+class RecallingMode(FakeTensorMode):
+    """Infers an operator once for fakes of the same symbolic sizes."""
+
+    def __init__(self, shapes: ShapeWorld) -> None:
+        super().__init__(shape_env=shapes, allow_non_fake_inputs=True)
+        self._memo = OperatorMemo(shapes, self._device_of, self._make)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def infer() -> Any:
+            return super(RecallingMode, self).dispatch(func, types, args, kwargs)
+
+        if not is_recalled(func):
+            return infer()
+        keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        modes = Modes.current(), torch.get_default_dtype(), *(key.raw_repr() for key in keys)
+        return self._memo.call(func, args, kwargs or {}, modes, infer)
+
+    def _device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        """The device of a fake of this mode that is nothing beside its form; None for another tensor."""
+        is_plain = (
+            type(tensor) is FakeTensor
+            and tensor.fake_mode is self
+            and tensor.constant is None
+            and tensor.layout is torch.strided
+            and not (tensor.is_complex() or tensor.is_neg() or tensor.is_inference())
+        )
+        return tensor.fake_device if is_plain else None  # type: ignore[attr-defined]
+
+    def _make(self, form: Form, source: torch.Tensor | None) -> torch.Tensor:
+        """A fake of a form, in the memory of another if there is one."""
+        if source is None:  # memory is made with it, of which torch would compute how large it is
+            source = without_memory(
+                FakeTensor,
+                form.shape,
+                form.stride,
+                dtype=form.dtype,
+                device=torch.device("meta"),
+                offset=form.offset,
+                num_bytes=form.num_bytes,
+            )
+            with in_kernel_invocation_manager(self):
+                meta = source.detach()
+        else:
+            with in_kernel_invocation_manager(self):
+                meta = torch.as_strided(source, form.shape, form.stride, form.offset)
+        return FakeTensor(self, meta, form.device)
+
+
 class FakeWorld:
     """Fakes of a model and of its inputs.
 
@@ -171,7 +218,7 @@ class FakeWorld:
         self.model = model
         self._also = also
         self.shapes = ShapeWorld()
-        self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
+        self.mode = RecallingMode(self.shapes)
         self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
         self.real_arguments = arguments
         self.batch = batch
@@ -314,56 +361,3 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) ->
     if (state := quant_state_of(tensor)) is not None:
         fake.quant_state = state  # type: ignore[attr-defined]
     return fake
-
-
-def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:
-    """A copy of a module tree with fakes as its state, and the names of its modules.
-
-    Modules are replaced in lists and other containers of attributes too. Modules of the original, which is only read
-    and which code still reaches through closures, have their names too. Scripted modules can't be copied and stay.
-    """
-    twins: dict[nn.Module, nn.Module] = {}
-    names: dict[nn.Module, str] = {}
-    for name, module in named_modules_in(model).items():
-        names[module] = name
-        is_scripted = isinstance(module, torch.jit.ScriptModule)
-        twins[module] = module if is_scripted else object.__new__(type(module))
-        names[twins[module]] = name
-    replacements: dict[Any, Any] = {**twins, **fake_of}
-    for module, twin in twins.items():
-        if twin is not module:
-            held = twin.__dict__
-            held.update(module.__dict__)
-            for key, value in module.__dict__.items():
-                kind = type(value)
-                if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
-                    held[key] = kind()
-                elif kind not in _MOST_VALUES:
-                    held[key] = _replaced(value, replacements)
-    return twins[model], names
-
-
-_MOST_VALUES = frozenset({type(None), bool, int, float, str})
-_MOST_CONTAINERS = frozenset({dict, OrderedDict, list})
-
-
-def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> Any:
-    """An attribute's value with other modules and tensors in it, containers copied."""
-    kind = type(value)
-    if kind in _MOST_VALUES:
-        return value
-    if isinstance(value, (nn.Module, torch.Tensor)):
-        return replacements.get(value, value)
-    if depth > 3:
-        return value
-    replace = functools.partial(_replaced, replacements=replacements, depth=depth + 1)
-    if kind in (list, set, deque, tuple):
-        return kind(map(replace, value))
-    if kind in (dict, OrderedDict):
-        return kind((key, replace(item)) for key, item in value.items())
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return types.MethodType(value.__func__, replace(value.__self__))
-    if kind is functools.partial:
-        keywords = {key: replace(item) for key, item in value.keywords.items()}
-        return functools.partial(replace(value.func), *map(replace, value.args), **keywords)
-    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -28,6 +28,14 @@ class SizeFixed(BaseException):
     """Code asked for a size as a plain number, such as for a loop over it; no `Exception`, which it may catch."""
 
 
+class Noted(NamedTuple):
+    """Something assumed about sizes."""
+
+    holds: sympy.Basic
+    gives_number: bool
+    """Whether it says what number a size is."""
+
+
 class ShapeWorld(ShapeEnv):
     """A shape environment that knows which of its answers the model's own Python asked for."""
 
@@ -39,25 +47,46 @@ class ShapeWorld(ShapeEnv):
         self.recent: list[sympy.Basic] = []
         """What held when the call in progress asked; for `promote_recent`."""
         self._numbers_given: set[sympy.Basic] = set()
-        self._keeps_open = False
+        self.keeps_open = False
+        """Whether no size becomes a plain number now."""
+        self._log: dict[Noted, None] | None = None
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._keeps_open and _gives_number(orig_expr):
+        if self.keeps_open and _gives_number(orig_expr):
             raise SizeFixed
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
         if _gives_number(orig_expr):
             self._numbers_given.add(orig_expr)
         if getattr(orig_expr, "free_symbols", None):
-            holds = _that(orig_expr, answer)
-            if self.in_glue():
-                if holds not in self.glue_guards:
-                    self.glue_guards[holds] = model_location()
-                    self.on_assumption(holds)
-                    if _gives_number(orig_expr):
-                        self.on_fixed_size()
-            else:
-                self.recent.append(holds)
+            self._note(Noted(_that(orig_expr, answer), _gives_number(orig_expr)))
         return answer
+
+    def _note(self, noted: Noted) -> None:
+        if self._log is not None:
+            self._log[noted] = None
+        if self.in_glue():
+            if noted.holds not in self.glue_guards:
+                self.glue_guards[noted.holds] = model_location()
+                self.on_assumption(noted.holds)
+                if noted.gives_number:
+                    self.on_fixed_size()
+        else:
+            self.recent.append(noted.holds)
+
+    def note_again(self, noted: Iterable[Noted]) -> None:
+        """What was assumed before is assumed once more."""
+        for each in noted:
+            self._note(each)
+
+    @contextmanager
+    def notes(self) -> Iterator[dict[Noted, None]]:
+        """What is assumed inside, in order."""
+        log: dict[Noted, None] = {}
+        self._log = log
+        try:
+            yield log
+        finally:
+            self._log = None
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -66,11 +95,11 @@ class ShapeWorld(ShapeEnv):
         Raises:
             SizeFixed: one would.
         """
-        self._keeps_open = True
+        self.keeps_open = True
         try:
             yield
         finally:
-            self._keeps_open = False
+            self.keeps_open = False
 
     def forget_listeners(self) -> None:
         """Tracing is over; torch's caches keep this object, which must not keep the model."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.storages import without_memory
 from roundpipe.runtime.microbatch.merge import RoundPipePackedData, merge_value
 
 
@@ -40,9 +41,7 @@ class LazyBatch(torch.Tensor):
             [torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="meta") for piece in pieces]
         )
         first = pieces[0]
-        tensor: LazyBatch = torch.Tensor._make_wrapper_subclass(
-            LazyBatch, form.shape, form.stride(), dtype=first.dtype, device=first.device
-        )
+        tensor: LazyBatch = without_memory(LazyBatch, form.shape, form.stride(), dtype=first.dtype, device=first.device)
         tensor._pieces, tensor.events = [piece.detach() for piece in pieces], list(events)
         tensor._whole = None
         return tensor

@@ -25,7 +25,7 @@ from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally
-from roundpipe.fx.fakes import failures_unlogged, make_twin, recalled
+from roundpipe.fx.fakes import failures_unlogged, recalled
 from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
     entered_modes,
@@ -39,6 +39,7 @@ from roundpipe.fx.graph.nodes import (
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import Symbolic
+from roundpipe.fx.twin import make_twin
 
 logger = logging.getLogger(__name__)
 

@@ -39,11 +39,12 @@ from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
+from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.gradient_memory import BackwardAllocations
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.passes.tiles import add_tiles
+from roundpipe.fx.twin import make_twin
 
 logger = logging.getLogger(__name__)
 

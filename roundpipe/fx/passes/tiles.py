@@ -21,7 +21,7 @@ from roundpipe.core.layers import Carry, LayerChain, is_differentiable
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
+from roundpipe.fx.fakes import failures_unlogged, fake_of, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.codegen import Layer
 from roundpipe.fx.passes.generated import sizes_key
@@ -30,6 +30,7 @@ from roundpipe.fx.passes.regions import GraphRun, RowGraph, row_spaces
 from roundpipe.fx.passes.row_forms import run_in_rows
 from roundpipe.fx.passes.shifts import shifts_moved
 from roundpipe.fx.passes.tile_programs import TiledProgram, TilePlan
+from roundpipe.fx.twin import make_twin
 
 logger = logging.getLogger(__name__)
 

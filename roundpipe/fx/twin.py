@@ -1,0 +1,71 @@
+"""A twin of a model, for its Python to run on: the user's classes and attributes, with other tensors.
+
+It has its own module objects and attribute dicts: whatever a forward does to it, the user's model is never touched, not
+even for a moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core.module_tree import named_modules_in
+
+
+def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:
+    """A copy of a module tree with fakes as its state, and the names of its modules.
+
+    Modules are replaced in lists and other containers of attributes too. Modules of the original, which is only read
+    and which code still reaches through closures, have their names too. Scripted modules can't be copied and stay.
+    """
+    twins: dict[nn.Module, nn.Module] = {}
+    names: dict[nn.Module, str] = {}
+    for name, module in named_modules_in(model).items():
+        names[module] = name
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        twins[module] = module if is_scripted else object.__new__(type(module))
+        names[twins[module]] = name
+    replacements: dict[Any, Any] = {**twins, **fake_of}
+    for module, twin in twins.items():
+        if twin is not module:
+            held = twin.__dict__
+            held.update(module.__dict__)
+            for key, value in module.__dict__.items():
+                kind = type(value)
+                if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
+                    held[key] = kind()
+                elif kind not in _MOST_VALUES:
+                    held[key] = _replaced(value, replacements)
+    return twins[model], names
+
+
+_MOST_VALUES = frozenset({type(None), bool, int, float, str})
+_MOST_CONTAINERS = frozenset({dict, OrderedDict, list})
+
+
+def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> Any:
+    """An attribute's value with other modules and tensors in it, containers copied."""
+    kind = type(value)
+    if kind in _MOST_VALUES:
+        return value
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return replacements.get(value, value)
+    if depth > 3:
+        return value
+    replace = functools.partial(_replaced, replacements=replacements, depth=depth + 1)
+    if kind in (list, set, deque, tuple):
+        return kind(map(replace, value))
+    if kind in (dict, OrderedDict):
+        return kind((key, replace(item)) for key, item in value.items())
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return types.MethodType(value.__func__, replace(value.__self__))
+    if kind is functools.partial:
+        keywords = {key: replace(item) for key, item in value.keywords.items()}
+        return functools.partial(replace(value.func), *map(replace, value.args), **keywords)
+    return value
