@@ -8,6 +8,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.runtime.weights.module_copy import ModuleCopy
+from roundpipe.runtime.weights.replica import Replica
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
 RESIDENCIES = ("off", "full")
@@ -181,3 +182,37 @@ def test_attributes_are_as_they_are_now():
     assert check_pair[0] == ["pair"] and state["pair"] == (twin, 1)
     state["pair"] = None
     assert copied.changed(state) == [("pair", None)]
+
+
+CHANGES = {
+    "another value": lambda layer: setattr(layer, "one", True),
+    "another name": lambda layer: (delattr(layer, "last"), setattr(layer, "later", None)),
+    "filled": lambda layer: layer.names.append(layer.child),
+    "pointing": lambda layer: layer.by_name.update(a=layer.child),
+    "a hook": lambda layer: layer.child.register_forward_hook(print),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("of_copy", [False, True])
+def test_a_change_after_many_visits_without_one(change, of_copy):
+    layer = Attributes()
+    layer.by_name["b"] = 1
+    layer.child_too, layer.last = None, None
+    replica = Replica(layer, torch.device("cpu"))
+    before = dict(layer.__dict__)
+    for _ in range(4):
+        replica.refresh({})
+        assert not replica.changed_attributes()
+    CHANGES[change](replica.module if of_copy else layer)
+    if of_copy:
+        expected = {"another value": [], "another name": [(layer, "later", None)]}.get(change, [])
+        assert replica.changed_attributes() == expected
+    for _ in range(2):
+        replica.refresh({})
+        state = replica.module.__dict__
+        assert state.keys() == layer.__dict__.keys() and state["one"] is layer.one
+        assert not any(value is layer.child for value in (*state["names"], *state["by_name"].values())) or of_copy
+        assert state["child_too"] is before["child_too"]
+        assert replica.module.child._forward_hooks is layer.child._forward_hooks
+    assert not replica.changed_attributes()

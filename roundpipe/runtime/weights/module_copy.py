@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from operator import is_, itemgetter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import is_, itemgetter, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ OWN = ("_parameters", "_buffers", "_modules")
 CHANGED_IN_PLACE = (dict, list, OrderedDict)
 """Attributes that a module may change later; their own `copy` takes a tenth of the time of the module of this name."""
 _PLAIN = frozenset((int, float, bool, str, type(None)))
+_VALUES = methodcaller("values")
 _REDIRECTED = (dict, list)
 """Types of containers in `CHANGED_IN_PLACE` that `redirect` looks into."""
 _LOOKED_INTO = (torch.Tensor, nn.Module, types.MethodType, functools.partial)
@@ -99,6 +101,11 @@ class ModuleCopy:
                 del state[name]
         return redirected
 
+    @property
+    def points(self) -> bool:
+        """Whether an attribute may point into the tree, filled containers aside."""
+        return bool(self._open)
+
     def changed(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Attributes of simple types that a forward has given the copy since `take_over`, and their values."""
         if self._is_as_noted(state) and not any(type(state.get(name)) in _PLAIN for name in self._open):
@@ -145,6 +152,39 @@ class ModuleCopy:
             )
         except KeyError:
             return False
+
+
+class Attributes:
+    """The attributes of some modules as they are now, compared all at once with what they are later."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._dicts = [module.__dict__ for module in modules]
+        self._lengths = [*map(len, self._dicts)]
+        self._names = [*chain.from_iterable(self._dicts)]
+        self._values = [*chain.from_iterable(map(_VALUES, self._dicts))]
+        own = {id(attributes[name]) for attributes in self._dicts for name in OWN if name in attributes}
+        containers = [each for each in self._values if type(each) in _REDIRECTED and id(each) not in own]
+        self._empty = [each for each in containers if not each]
+        self._filled = [(each, _items(each)) for each in containers if each]
+
+    @property
+    def may_point(self) -> bool:
+        """Whether a container among them holds what may point into a tree."""
+        return any(not _PLAIN.issuperset(map(type, items)) for _, items in self._filled)
+
+    def are_same(self) -> bool:
+        """Whether all are the same objects under the same names, and containers have in them what they had."""
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and all(map(is_, chain.from_iterable(map(_VALUES, self._dicts)), self._values))
+            and [*chain.from_iterable(self._dicts)] == self._names
+            and not any(self._empty)
+            and all(len(each) == len(held) and all(map(is_, _items(each), held)) for each, held in self._filled)
+        )
+
+
+def _items(container: Any) -> list[Any]:
+    return [*(container.values() if type(container) is dict else container)]
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
-from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, ModuleCopy, Tensors
+from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, Attributes, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
 from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
 
@@ -67,6 +67,11 @@ class Replica:
             if not isinstance(original, torch.jit.ScriptModule)
         ]
         self._redirected: list[tuple[dict[str, Any], str]] = []
+        self._noted: tuple[Attributes, Attributes] | None = None
+        """The attributes of the originals at the last `refresh`, and of the copies after it, if they may be the same
+        the next time."""
+        self._has_those_of_now = False
+        """Whether the last `refresh` took over what the originals had then."""
         self._counterparts: Counterparts | None = None
 
     def _copy(self, original: nn.Module) -> nn.Module:
@@ -108,12 +113,22 @@ class Replica:
         self._redirected = []
         for script in self._scripts:
             self._twins[id(script)].train(script.training)
+        if frozen is None and self._noted is not None and all(each.are_same() for each in self._noted):
+            return
         for original, twin, copied in self._copies:
             attributes = original.__dict__ if frozen is None else frozen.attributes_of(original)
             state = twin.__dict__
             names = copied.take_over(attributes, state, self._twins, tensors, self._device)
             if names:
                 self._redirected += [(state, name) for name in names]
+        self._noted = self._note() if frozen is None and self._has_those_of_now else None
+        self._has_those_of_now = frozen is None
+
+    def _note(self) -> tuple[Attributes, Attributes] | None:
+        if self._redirected or any(copied.points for _, _, copied in self._copies):
+            return None
+        noted = Attributes(original for original, _, _ in self._copies), Attributes(twin for _, twin, _ in self._copies)
+        return None if any(each.may_point for each in noted) else noted
 
     def drop_tensors(self) -> None:
         """Drop the device tensors that attributes point to, until the next `refresh`."""
@@ -123,6 +138,8 @@ class Replica:
 
     def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
+        if self._noted is not None and self._noted[1].are_same():
+            return []
         return [
             (original, name, value)
             for original, twin, copied in self._copies
