@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 
+from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.optimizer import update_steps
 from roundpipe.runtime.weights.twins import Twins
-from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, lives_there, model_of, optimizer_of, wrapped
+from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, lives_there, model_of, optimizer_of, wrapped
 from tests.runtime.models import assert_equal_bits, batch, square_loss
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,6 +46,27 @@ def test_the_update_was_issued_when_the_step_returns(patient):
         for _ in range(4):
             train()
             assert piped.step(update).done()
+
+
+def test_a_round_with_memory_to_spare_does_not_count_as_tight(monkeypatch):
+    """Its call need not wait until its last backward was launched: the next one is made ready meanwhile."""
+    specs, build = [], StepBuilder.train_step
+
+    def kept(self, *args, **kwargs):
+        spec, values = build(self, *args, **kwargs)
+        specs.append(spec)
+        return spec, values
+
+    monkeypatch.setattr(StepBuilder, "train_step", kept)
+    with wrapped(model_of()) as piped:
+        begin(piped)
+        peak_bytes = piped.report().peak_device_bytes
+    assert specs[-1].runs_again and not specs[-1].is_tight
+    spare_bytes = specs[-1].spare_bytes
+    assert ROOM - 2 * peak_bytes < spare_bytes <= ROOM - peak_bytes
+    with wrapped(model_of(), memory_bytes=int(1.05 * (ROOM - spare_bytes))) as piped:
+        begin(piped)
+    assert specs[-1].is_tight
 
 
 @pytest.mark.parametrize("residency", ["full", "auto"])

@@ -234,14 +234,15 @@ class PlansBeside:
     def _room(self, plan: ExecutePlan, trained: Residency) -> Room:
         """What stays beside a plan in all, and what is left."""
         call, costs = self._call, self._costs
-        if len(trained.layers) == len(costs):
-            return Room(trained, None, 0)
         if call.is_evaluation:
             others = (replace(cost, gradient_bytes=0) for cost in costs)
             costs = [costs[index] if index in trained.trained else cost for index, cost in enumerate(others)]
         ranges = StageCosts(costs, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
         kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
         schedule = make_schedule(plan, 1, call.num_microbatches, kind=kind)
-        residency = choose_residency(schedule, ranges, self._budget_bytes, trained)
+        has_all = len(trained.layers) == len(costs)
+        residency = trained if has_all else choose_residency(schedule, ranges, self._budget_bytes, trained)
         spare_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, ranges), 0)
+        if has_all:
+            return Room(residency, None, spare_bytes)
         return Room(residency, residency.num_bytes - trained.num_bytes + spare_bytes, spare_bytes)
