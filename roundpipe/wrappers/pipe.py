@@ -254,8 +254,8 @@ class RoundPipe(ModelReports):
             step_fn: does the update, such as ``optimizer.step(); optimizer.zero_grad()``. Inside it
                 ``model.parameters()`` are the optimizer's copies. One that is not asynchronous may call the model,
                 as LBFGS does to evaluate the loss; the model then has the copies' present values.
-            is_async: True returns at once (where everything lives on the device, once the update was given to it);
-                the next iteration trains on parameters one update old. False waits, and the next one sees the update.
+            is_async: True returns at once; the next iteration trains on parameters one update old. False
+                waits, and the next iteration sees the update.
             *args: for ``step_fn``.
             **kwargs: for ``step_fn``.
 

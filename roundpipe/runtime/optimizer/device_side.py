@@ -37,8 +37,6 @@ class DeviceSteps(PlainSteps):
         self._twins = twins
         self._given: Event | None = None
         """After what the latest update gave to the device."""
-        self._keeps_up = True
-        """Whether the device had done all that came before when the latest update had been given to it."""
         self._is_foreseen = False
         """Whether it was known before the first step which optimizers make it."""
 
@@ -154,13 +152,11 @@ class DeviceSteps(PlainSteps):
 
         What the caller gives to a stream of its own later runs behind that. Others wait: `_finish_there`.
         """
-        before = None if self._twins is None else self._twins.record()
         try:
             with self._on_device():
                 return update()
         finally:
             if self._twins is not None:
-                self._keeps_up = before is None or before.is_done()
                 self._given = self._twins.record()
                 if not self._updates.is_current:
                     self._twins.precede_caller()

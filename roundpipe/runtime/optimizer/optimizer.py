@@ -125,9 +125,8 @@ class OptimizerSide(UpdateSteps):
     ) -> StepHandle:
         """Hand the gradients to the optimizer and update its parameters by ``step_fn(*args, **kwargs)``.
 
-        An asynchronous step returns at once, or when the device that has everything was given the update; the next
-        step trains on the weights before this update. What the previous asynchronous ``step_fn`` raised is raised
-        before anything of this step happens.
+        An asynchronous step returns at once, and the next step trains on the weights before this update. What the
+        previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
         self._runner.check_step(step_fn, is_async, kwargs or {})
         self.times.asked()
@@ -163,8 +162,6 @@ class OptimizerSide(UpdateSteps):
                 self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
             raise
-        if is_async:
-            self._wait_issued(update, pairs)  # interrupted, it goes on
         self._runner.warn_if_due()
         return StepHandle(update, self._gates.board, self._runner, self._finish_there)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,6 @@ from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.weights.gate import ParameterUse
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.twins import Twins
-
-ISSUE_S = 0.25
-"""Longest that an asynchronous step waits until its update was given to a device."""
 
 
 class UpdateSteps(UnaskedSteps):
@@ -31,11 +26,6 @@ class UpdateSteps(UnaskedSteps):
     log: HostLog
     _hand_over: HandOver
     _shard: Shard | None
-
-    def __init__(self, twins: Twins | None) -> None:
-        super().__init__(twins)
-        self._issue_s = 0.0
-        """What the latest asynchronous ``step_fn`` took."""
 
     def _update_now(
         self,
@@ -73,26 +63,11 @@ class UpdateSteps(UnaskedSteps):
         self.times.begin()
         self._exchange_now(pairs, steps, ranks=ranks, swaps=True)
         self.times.exchanged()
-        exchanged_s = time.perf_counter()
-        try:
-            result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
-        finally:
-            self._issue_s = time.perf_counter() - exchanged_s
+        result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
         if result is not NOT_MADE:
             self._hand_over.stage(pairs)
             self.times.end(pairs)
         return result
-
-    def _wait_issued(self, update: Update, pairs: Sequence[ParameterPair]) -> None:
-        """Return when an asynchronous update was given to the device, where everything lives there.
-
-        It is many launches then, and so is the next round: two threads that launch take turns at Python's lock, and
-        the device, which has nothing else to do, waits for both. Where it is behind what it is given, or ``step_fn``
-        takes long, such as to wait for the device, the caller had better go on.
-        """
-        lives_there = self.has_twins and all(pair.is_away and pair.twin is not None for pair in pairs)
-        if lives_there and self._keeps_up and self._issue_s <= ISSUE_S:
-            self._gates.board.wait(lambda: update.is_done, "step()", update.name, ISSUE_S)
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
