@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -111,11 +110,12 @@ class Inventory:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's tables are torch's own, which tell everything, and its class walks them as torch does."""
+    """Whether a module's tables and mode are torch's own, which tell everything, and its class walks as torch does."""
     tables = [module.__dict__.get(name) for name in ("_modules", "_parameters", "_buffers")]
     kind = type(module)
     walks = kind.named_modules, kind.modules, kind.named_parameters, kind.named_buffers
-    return all(type(table) in (dict, OrderedDict) for table in tables) and walks == _OF_TORCH
+    has_own = "training" in module.__dict__  # one that torch has compiled asks another
+    return has_own and all(type(table) in (dict, OrderedDict) for table in tables) and walks == _OF_TORCH
 
 
 def kept(root: nn.Module) -> Callable[[], Inventory]:
@@ -130,15 +130,15 @@ def kept(root: nn.Module) -> Callable[[], Inventory]:
     return now
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, Inventory] = weakref.WeakKeyDictionary()
-"""By a module that others do not hold: of its children."""
+_OF_CHILDREN = "_roundpipe_inventory"
+"""An attribute. In a table by owner it would keep an owner that a hook of its children refers to."""
 
 
 def of_children(owner: nn.Sequential) -> Inventory:
-    """The inventory of the children's trees as they are now; kept for as long as the owner is there."""
-    children, known = list(owner), _KNOWN.get(owner)
+    """The inventory of the children's trees as they are now; the owner keeps it."""
+    children, known = list(owner), owner.__dict__.get(_OF_CHILDREN)
     if known is None or not _is_of(known, children) or not known.is_current():
-        known = _KNOWN[owner] = Inventory(children)
+        known = owner.__dict__[_OF_CHILDREN] = Inventory(children)
     return known
 
 

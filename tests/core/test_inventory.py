@@ -108,6 +108,7 @@ def test_children_are_known_as_long_as_their_owner() -> None:
     assert [len(own) for own in known.parameters] == [2, 2]
     owner.append(nn.Linear(2, 2))
     assert [len(own) for own in of_children(owner).parameters] == [2, 2, 2]
+    owner[0].register_forward_hook(lambda *given, owner=owner: None)
     gone = weakref.ref(owner)
     del owner, known
     gc.collect()

@@ -94,7 +94,7 @@ class ModelGuard:
         self.own = own
         self._modules = modules_in(model)
         self._dicts = [module.__dict__ for module in self._modules]
-        self._has_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)
+        self._keep_modes = all("training" in own for own in self._dicts)
         self._training = self._modes()
         self._forms = _WeightForms(model, replaced)
         places = [name.rpartition(".") for name in weights]
@@ -178,9 +178,9 @@ class ModelGuard:
         return f"{len(changed)} of {len(self._modules)} modules are now in {mode} mode, a {first} first"
 
     def _modes(self) -> list[bool]:
-        if self._has_scripted:  # which have no attributes of their own
-            return [module.training for module in self._modules]
-        return list(map(_TRAINING, self._dicts))
+        if self._keep_modes:
+            return list(map(_TRAINING, self._dicts))
+        return [module.training for module in self._modules]  # scripted and compiled ones ask another
 
     def _change_of_weights(self) -> str | None:
         if change := self._forms.change():
