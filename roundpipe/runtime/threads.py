@@ -170,11 +170,15 @@ class TaskThread:
         self._load = self._board.add_thread()
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
         self._begin = begin
-        self._inbox: _Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._new_inbox()
+
+    def _new_inbox(self) -> None:
+        self._inbox: _Inbox = queue.SimpleQueue()
         self._end = threading.Event()
-        weakref.finalize(self, self._inbox.put, None).atexit = False
+        self._finalizer = weakref.finalize(self, self._inbox.put, None)
+        self._finalizer.atexit = False
 
     @property
     def is_current(self) -> bool:
@@ -185,6 +189,13 @@ class TaskThread:
         """Run ``work(*args)`` in the thread after all that was submitted before."""
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
+        if (
+            not self._finalizer.alive
+        ):  # Python told the thread to end, and then had the end of its owner run, which needs one
+            if self._thread is not None:
+                self._board.wait(self._end.is_set, self.name, "what was submitted before")
+            self._thread = None
+            self._new_inbox()
         if self._thread is None:
             given = self._inbox, self._on_error, self._end, self._board, self._load, self._begin
             thread = threading.Thread(target=_serve, args=given, name=self.name, daemon=True)

@@ -1,11 +1,13 @@
 """Rounds of a model that lives on its device as a whole, with asynchronous steps."""
 
+import gc
+
 import pytest
 import torch
 
 from roundpipe.runtime.engine.builder import StepBuilder
 from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, lives_there, model_of, optimizer_of, wrapped
-from tests.runtime.models import batch, square_loss
+from tests.runtime.models import assert_equal_bits, batch, square_loss
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,3 +72,24 @@ def test_weights_are_one_update_old(residency):
     trained = dict(model.named_parameters())
     for (name, _), value in zip(eager.named_parameters(), latest, strict=True):
         torch.testing.assert_close(trained[name].detach(), value)
+
+
+def test_weights_come_home_when_python_collects_a_wrapper_that_refers_to_itself(monkeypatch):
+    """Its threads are told to end before its own end is run."""
+
+    def trained(refers):
+        model = model_of()
+        piped = wrapped(model)
+        begin(piped)
+        if refers:
+            piped.__dict__["_itself"] = piped
+            del piped
+            gc.collect()
+        else:
+            piped.close()
+        return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    errors = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: errors.append(unraisable.exc_value))
+    assert_equal_bits(trained(refers=True), trained(refers=False))
+    assert not errors

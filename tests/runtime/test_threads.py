@@ -62,6 +62,26 @@ def test_a_collected_owner_ends_its_thread():
     assert not thread.is_alive()
 
 
+def test_what_the_end_of_a_collected_owner_submits_is_run():
+    """Python has told the thread to end by then."""
+    seen = []
+
+    class Owner:
+        def __init__(self):
+            self.thread = TaskThread("roundpipe test end")
+            self.itself = self
+
+        def __del__(self):
+            self.thread.submit(seen.append, "last")
+            self.thread.close()
+
+    owner = Owner()
+    owner.thread.submit(seen.append, "first")
+    del owner
+    gc.collect()
+    assert seen == ["first", "last"]
+
+
 def test_the_thread_keeps_nothing_between_two_works():
     class Owner:
         pass
