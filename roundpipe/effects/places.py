@@ -31,6 +31,7 @@ OF_TORCH = frozenset(nn.Module().__dict__)
 """Names of attributes that every module has."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_TABLES = operator.itemgetter(*HOOKS)
 CONTAINERS = (list, dict, set, deque, OrderedDict)
 MAX_ARRAY_BYTES = 1 << 24
 """A larger array is taken for a table that no forward changes."""
@@ -58,6 +59,17 @@ def is_library(owner: Any) -> bool:
 def has_attributes(value: Any) -> bool:
     """Whether an object is of a user's class and has attributes of its own."""
     return type(getattr(value, "__dict__", None)) is dict and not is_library(type(value))
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """A module's own hooks, by kind."""
+    tables: tuple[dict[int, Any], ...] = _HOOK_TABLES(module.__dict__)
+    return tables
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own."""
+    return any(hook_tables(module))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +32,11 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, StatelessSymbolicContext
 
 from roundpipe.core import trees
+from roundpipe.core.compiled_modules import nothing_compiled
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
-from roundpipe.core.module_tree import buffers_at, modules_in, parameters_at
+from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import unseen
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
@@ -52,13 +53,17 @@ Dimension = tuple[trees.Path, int]
 
 
 @contextmanager
-def failures_unlogged() -> Iterator[None]:
-    """Inside, torch does not log what fails on fakes: it is handled, and reported in words."""
+def code_on_fakes() -> Iterator[None]:
+    """Around code that runs on fakes: torch compiles none of it, and does not log what fails.
+
+    That is handled, and reported in words.
+    """
     with ExitStack() as stack:
         for name in _NOISY_LOGGERS:
             log = logging.getLogger(name)
             stack.callback(setattr, log, "disabled", log.disabled)
             log.disabled = True  # a change of level would empty the caches of all loggers
+        stack.enter_context(nothing_compiled())
         yield
 
 
@@ -246,8 +251,7 @@ class FakeWorld:
         """Runs torch in this world."""
         with ExitStack() as stack:
             stack.callback(self.shapes.forget_listeners)
-            stack.enter_context(failures_unlogged())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules trace as written
+            stack.enter_context(code_on_fakes())
             stack.enter_context(self.mode)
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(_dropout_as_compiled())
@@ -273,10 +277,18 @@ class FakeWorld:
         """The fake of a parameter or buffer."""
         return self._fake_of[self.real[name]]
 
-    def has_in_place(self, name: str) -> bool:
-        """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there."""
+    def replaced(self) -> frozenset[str]:
+        """Names of parameters and buffers in whose place a forward has put something else."""
+        modules = named_modules_in(self.twin)
+        return frozenset(name for name in self.real if not self.has_in_place(name, modules))
+
+    def has_in_place(self, name: str, modules: Mapping[str, nn.Module] | None = None) -> bool:
+        """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there.
+
+        ``modules``: those of the twin by name, as far as they are known.
+        """
         owner, _, attribute = name.rpartition(".")
-        module = self.twin.get_submodule(owner)
+        module = (modules or {}).get(owner) or self.twin.get_submodule(owner)
         if isinstance(module, torch.jit.ScriptModule):  # it is its own twin, with the real tensors
             return getattr(module, attribute) is self.real[name]
         tensors = module._parameters if attribute in module._parameters else module._buffers
@@ -289,11 +301,11 @@ class FakeWorld:
     def _make_fakes(self) -> None:
         self.real.update(parameters_at(self.model))
         self.real.update(buffers_at(self.model))
+        host = torch.device("cpu")
         for name, tensor in self.real.items():
             if tensor not in self._fake_of:
-                self._fake_of[tensor] = fake_of(self.mode, tensor, torch.device("cpu"))
-                self.name_of[tensor] = name
-                self.name_of[self._fake_of[tensor]] = name
+                fake = self._fake_of[tensor] = fake_of(self.mode, tensor, host)
+                self.name_of[tensor] = self.name_of[fake] = name
 
     def _fake_arguments(self, arguments: Any) -> Any:
         leaves = [(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
@@ -305,23 +317,20 @@ class FakeWorld:
         )
 
     def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
-        real = leaf.detach()
-        if real.layout is not torch.strided or real.is_nested:
-            kind = "nested" if real.is_nested else f"a sparse one ({real.layout})"
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            kind = "nested" if leaf.is_nested else f"a sparse one ({leaf.layout})"
             where = f"the tensor at {trees.path_string(path)} of its arguments"
             raise TraceError(
                 f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
             )
-        if real.device.type != "cpu":
-            real = torch.empty(real.shape, dtype=real.dtype, device="meta")  # logits of a long sequence may not fit
-        is_float = real.is_floating_point() or real.is_complex()
-        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(real.dim())]
+        is_float = leaf.is_floating_point() or leaf.is_complex()
+        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
         kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
         self._num_inputs += 1
         fake = self.mode.from_tensor(
-            real.contiguous(),
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"),  # also where the leaf was made for inference
             source=ConstantSource(f"input_{self._num_inputs}"),
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * real.dim()),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * leaf.dim()),
         )
         fake.fake_device = torch.device("cpu")
         if leaf.requires_grad:

@@ -81,7 +81,7 @@ class TracedSource:
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
-        self._noted_written = False
+        self._noted_written = self._noted_compiled = False
         self._others: dict[LowerOptions, TracedSource] = {options: self}
         """All that cut the model know each other."""
         self.trace_count = 0
@@ -172,7 +172,8 @@ class TracedSource:
             if options not in self._others:
                 other = TracedSource(self._model, options, self._on_failure)
                 other._others, other._varying, other._lost = self._others, self._varying, self._lost
-                other._noted_written, other.trace_count = self._noted_written, (before or self).trace_count
+                other._noted_written, other._noted_compiled = self._noted_written, self._noted_compiled
+                other.trace_count = (before or self).trace_count
                 self._others[options] = other
             before = self._others[options]
             yield before
@@ -232,6 +233,7 @@ class TracedSource:
             raise TraceError(f"it changes {changes}, which its own Python may read in the other mode")
         self._lost.update(dict.fromkeys(guards.not_kept))
         self._note_written(guards.written)
+        self._note_compiled(traced.compiled_by_torch)
         if records_gradients:
             _warn_of_carried_outputs(self._model, traced, chain)
         self._traces.insert(0, (traced, chain))
@@ -246,6 +248,22 @@ class TracedSource:
                 f"the forward of {type(self._model).__name__} writes into its argument {', '.join(arguments)}, of "
                 "which each microbatch has a copy: the caller's own stays as it was"
             )
+
+    def _note_compiled(self, reasons: dict[str, str]) -> None:
+        """Warns, once, of modules that run as written although torch has compiled them."""
+        if not reasons or self._noted_compiled:
+            return
+        self._noted_compiled = True
+        which = enumerated([name or "the model itself" for name in reasons])
+        why = next(filter(None, reasons.values()), "")
+        advice = "Compile what can stay whole, such as each block: for block in model.blocks: block.compile()"
+        if why:
+            advice = f"What can't stay whole has to be recorded: {why}."
+            advice += _cache_advice(self._model)
+        warn(
+            f"{type(self._model).__name__}: torch has compiled {which}, whose inside is recorded, so that it runs as "
+            f"written. {advice}"
+        )
 
     def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
@@ -272,6 +290,12 @@ def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     return ((), dict(dummy)) if isinstance(dummy, dict) else None
 
 
+def _cache_advice(model: nn.Module) -> str:
+    """What a model that fills a cache can do without, as a sentence to add; empty for others."""
+    uses_cache = getattr(getattr(model, "config", None), "use_cache", None) is True
+    return " config.use_cache = False avoids that of the cache." if uses_cache else ""
+
+
 def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
     """Warn of outputs that go through later layers only to be returned, where they are most of what is carried."""
     sizes = {node.name: value_bytes(node) for node in traced.graph.nodes}
@@ -289,8 +313,6 @@ def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
         return
     leaves = [(path, leaf) for path, leaf in trees.walk(traced.output) if isinstance(leaf, OutputValue)]
     places = [trees.path_string(path) for path, leaf in leaves if leaf.name in returned]
-    config = getattr(model, "config", None)
-    advice = " config.use_cache = False avoids that of the cache." if getattr(config, "use_cache", None) is True else ""
     logger.warning(
         "%s: %s bytes are carried through later layers only because the forward returns them, where these read %s: "
         "outputs %s. Return less in training, and less has to be moved and kept.%s",
@@ -298,7 +320,7 @@ def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
         f"{num_bytes:,}",
         f"{num_read:,}",
         enumerated(places),
-        advice,
+        _cache_advice(model),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.compiled_modules import WRITTEN, as_written, is_compiled, is_made_by_torch
 from roundpipe.core.module_tree import named_modules_in
 
 
@@ -22,7 +23,8 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     """A copy of a module tree with fakes as its state, and the names of its modules.
 
     Modules are replaced in lists and other containers of attributes too. Modules of the original, which is only read
-    and which code still reaches through closures, have their names too. Scripted modules can't be copied and stay.
+    and which code still reaches through closures, have their names too. Scripted modules can't be copied and stay. What
+    torch has compiled of a module is there as written.
     """
     twins: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}
@@ -38,10 +40,14 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
             held.update(module.__dict__)
             for key, value in module.__dict__.items():
                 kind = type(value)
+                if kind in _MOST_VALUES:
+                    continue
                 if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
                     held[key] = kind()
-                elif kind not in _MOST_VALUES:
+                else:
                     held[key] = _replaced(value, replacements)
+            if is_compiled(module):
+                held[WRITTEN] = True
     return twins[model], names
 
 
@@ -54,6 +60,8 @@ def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> An
     kind = type(value)
     if kind in _MOST_VALUES:
         return value
+    if kind is dict and _MOST_VALUES.issuperset(map(type, value.values())):
+        return value.copy()
     if isinstance(value, (nn.Module, torch.Tensor)):
         return replacements.get(value, value)
     if depth > 3:
@@ -68,4 +76,8 @@ def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> An
     if kind is functools.partial:
         keywords = {key: replace(item) for key, item in value.keywords.items()}
         return functools.partial(replace(value.func), *map(replace, value.args), **keywords)
+    if is_made_by_torch(value):
+        written = as_written(value)
+        other = replace(written)
+        return value if other is written else other
     return value

@@ -22,9 +22,10 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
+from roundpipe.core.compiled_modules import COMPILED_CALL
 from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import FixedChain
-from roundpipe.effects.places import HOOKS, REGISTERED
+from roundpipe.effects.places import REGISTERED, has_hooks
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
 from roundpipe.effects.uses import hooked_modules
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
@@ -201,7 +202,7 @@ class Part:
 
 
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.startswith(("_forward_", "_backward_")))
-_OWN = frozenset((*_HOOKS, "_is_full_backward_hook", "_compiled_call_impl", "forward"))
+_OWN = frozenset((*_HOOKS, "_is_full_backward_hook", COMPILED_CALL, "forward"))
 """Attributes that a stand-in has of its own: what is called is the part, whose module has its hooks with it."""
 
 
@@ -217,7 +218,7 @@ class StandIn:
         self.module: nn.Module = object.__new__(_class_of(type(module)))  # type: ignore[arg-type]
         attributes = self.module.__dict__
         attributes.update({name: OrderedDict() for name in _HOOKS}, forward=part)
-        attributes.update(_is_full_backward_hook=None, _compiled_call_impl=None)
+        attributes.update({"_is_full_backward_hook": None, COMPILED_CALL: None})
         self._seen: dict[str, Any] = {}
         self.take_over()
 
@@ -260,7 +261,8 @@ def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, 
     def set_by_hooks() -> dict[str, Any]:
         return {name: value for name, value in twin.__dict__.items() if value is not before.get(name, before)}
 
-    before = dict(module.__dict__, forward=lambda *args, **kwargs: run(set_by_hooks(), *args, **kwargs))
+    forward = lambda *args, **kwargs: run(set_by_hooks(), *args, **kwargs)  # noqa: E731
+    before = {**module.__dict__, "forward": forward, COMPILED_CALL: None}
     twin.__dict__.update(before)
     result = twin(*args, **kwargs)
     module.__dict__.update(set_by_hooks())
@@ -271,7 +273,7 @@ def is_sequential(module: nn.Module) -> bool:
     """Whether calling a module is calling its children in turn, and nothing else."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
-    return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in HOOKS)
+    return len(module) > 0 and "forward" not in module.__dict__ and not has_hooks(module)
 
 
 class _LossFunction(nn.Module):
@@ -290,6 +292,8 @@ class HostTree(Replica):
 
     Parameters and buffers are the model's own, so gradients arrive in their ``.grad`` by plain autograd.
     """
+
+    _compiles = False  # torch can't compile the call of a part
 
     def __init__(self, model: nn.Module, parts: Mapping[nn.Module, Part], left: Iterable[nn.Module]) -> None:
         self.parts = tuple(parts.values())

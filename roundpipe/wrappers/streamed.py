@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.compiled_modules import nothing_compiled
 from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import DeviceMemoryError, release_frames, said
 from roundpipe.core.module_tree import Structure, weight_bytes_of
-from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.on_demand import OnDemandWeights, as_parameter, groups_of
@@ -65,17 +67,22 @@ class StreamedModel:
         """The replica; inside, the device is current, and no gradients are recorded.
 
         ``is_one_prompt`` is whether all that follows a prompt takes less memory than it does.
+
+        Raises:
+            DeviceMemoryError: what the code makes does not fit beside the largest of its weights.
         """
         backend, weights = self._backend, self._weights
         self._engine.release_memory(weights.held_bytes)  # what stays there between rounds
         replica = Replica(self._model, backend.device)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_with_advice())
             stack.callback(backend.synchronize)
+            backend.follow_caller()  # whose stream may be making the arguments
             closing = stack.enter_context(contextlib.ExitStack())
             closing.callback(weights.close)
             weights.begin(backend.take_budget(), is_one_prompt)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(nothing_compiled())
             stack.enter_context(backend.activate())
             with torch.inference_mode(False), torch.no_grad():  # versions tell what the code writes
                 buffers = self._bind(replica, weights, stack)
@@ -135,8 +142,9 @@ class StreamedModel:
         """A method of the model, with tensors from anywhere; those of its result go to ``output_device``."""
         backend = self._backend
         with self.open(is_one_prompt=True) as model:
+            backend.wait(Lane.UPLOAD, backend.record(Lane.COMPUTE))
             args, kwargs = move((args, kwargs), backend.upload)
-            backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+            backend.record(Lane.UPLOAD).synchronize()  # the code may hand them on, such as to another wrapper
             kept = backend.take_uploads()
             result = getattr(model, name)(*args, **kwargs)
             if output_device.type == "cpu":
@@ -146,6 +154,21 @@ class StreamedModel:
             backend.synchronize()
             del kept
         return result
+
+
+@contextmanager
+def _with_advice() -> Iterator[None]:
+    """Say what helps where a device runs out of memory and there is no smaller plan."""
+    try:
+        yield
+    except OUT_OF_MEMORY as error:
+        reason = said(error).partition("\n")[0].rstrip(".")
+        release_frames(error)
+        raise DeviceMemoryError(
+            f"{reason}. The model's own code runs as it is, on one device: give generate() fewer or shorter prompts, "
+            "fewer beams or fewer new tokens, have cache_implementation='offloaded' keep keys and values on the host, "
+            "or use a device with more memory"
+        ) from error
 
 
 def fetch(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:

@@ -41,6 +41,15 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10))
 
 
+def packed():
+    """Frozen maps in int8, which are unpacked for each product."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Embedding(512, 128), *[nn.Linear(128, 128) for _ in range(3)], nn.Linear(128, 512))
+    model[1:].requires_grad_(False)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
 def cross_entropy(outputs, label):
     return F.cross_entropy(outputs.float().flatten(0, -2), label.flatten())
 
@@ -120,6 +129,13 @@ def test_it_is_what_a_run_allocates(case, make_chain):
         [s.name for s in chain.specs], predicted, run_for_real(chain, example, label), strict=True
     ):
         assert ours == pytest.approx(real, rel=0.01, abs=8192), name
+
+
+def test_what_is_unpacked_is_kept_for_the_backward():
+    chain = layers_of(packed())
+    costs = measure_memory(chain, (TOKENS,), {}, Loss(cross_entropy, TOKENS))
+    for cost, (kept_bytes, _) in zip(costs, run_for_real(chain, TOKENS, TOKENS), strict=True):
+        assert cost.activation_bytes == pytest.approx(kept_bytes, rel=0.01, abs=8192)
 
 
 @pytest.mark.parametrize("case", CASES)

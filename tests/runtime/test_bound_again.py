@@ -8,7 +8,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.runtime.weights.module_copy import ModuleCopy
-from roundpipe.runtime.weights.replica import Replica
+from roundpipe.runtime.weights.replica import FrozenLayers, Replica
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
 RESIDENCIES = ("off", "full")
@@ -189,21 +189,26 @@ CHANGES = {
     "another name": lambda layer: (delattr(layer, "last"), setattr(layer, "later", None)),
     "filled": lambda layer: layer.names.append(layer.child),
     "pointing": lambda layer: layer.by_name.update(a=layer.child),
+    "pointing in a container within": lambda layer: layer.options["map"][""].append(layer.child),
     "a hook": lambda layer: layer.child.register_forward_hook(print),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("of_copy", [False, True])
-def test_a_change_after_many_visits_without_one(change, of_copy):
+def test_a_change_after_many_visits_without_one(change, of_copy, monkeypatch):
     layer = Attributes()
     layer.by_name["b"] = 1
     layer.child_too, layer.last = None, None
+    layer.options = {"map": {"": [torch.device("cpu")]}, "pair": (1, torch.float32)}  # as those of adapters
     replica = Replica(layer, torch.device("cpu"))
     before = dict(layer.__dict__)
     for _ in range(4):
         replica.refresh({})
         assert not replica.changed_attributes()
+    with monkeypatch.context() as without:
+        without.setattr(ModuleCopy, "take_over", None)  # nothing has changed, which is seen at once
+        replica.refresh({})
     CHANGES[change](replica.module if of_copy else layer)
     if of_copy:
         expected = {"another value": [], "another name": [(layer, "later", None)]}.get(change, [])
@@ -213,6 +218,17 @@ def test_a_change_after_many_visits_without_one(change, of_copy):
         state = replica.module.__dict__
         assert state.keys() == layer.__dict__.keys() and state["one"] is layer.one
         assert not any(value is layer.child for value in (*state["names"], *state["by_name"].values())) or of_copy
+        assert layer.child not in state["options"]["map"][""] or of_copy
         assert state["child_too"] is before["child_too"]
         assert replica.module.child._forward_hooks is layer.child._forward_hooks
     assert not replica.changed_attributes()
+
+
+def test_modules_as_they_were_share_what_they_share():
+    """Torch compiles code anew where two attributes were one object, and are two."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].active = model[1].active = ["default"]
+    model[0].own, model[1].own = ["default"], ["default"]
+    first, second = map(FrozenLayers.of(model).attributes_of, model)
+    assert first["active"] is second["active"] is not model[0].active
+    assert first["own"] is not second["own"]

@@ -94,6 +94,19 @@ def test_without_grad_nothing_is_kept(mode):
         assert made.last_plan is not None
 
 
+def test_a_model_whose_first_call_has_tensors_made_for_inference_is_cut_all_the_same():
+    model, reference = mlp(3).to(DTYPE), mlp(3).to(DTYPE)
+    reference.load_state_dict(model.state_dict())
+    with roundpipe.compile(model, devices=["cpu"] * 2, fallback=False) as piped:
+        with torch.inference_mode():
+            x = batch()  # as a loader makes it in Lightning's evaluations; no version of it is counted
+            torch.testing.assert_close(piped(x), reference(x), rtol=0, atol=1e-10)
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        assert piped.trace_count == 1 and len(piped.partition_table().splitlines()) > 5
+    by_microbatch(reference, batch()).square().sum().backward()
+    assert_same(gradients(model), gradients(reference))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_training_after_a_first_call_without_grad(mode):
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), *mlp(3)).to(DTYPE)

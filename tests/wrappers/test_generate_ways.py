@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe.runtime.device.cpu import CpuBackend
 from tests.wrappers.cases_generate import VOCAB, limited, llama, prompt, weight_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -106,6 +107,52 @@ def test_assistants_streamers_and_criteria(share):
         model.generate(tokens, max_new_tokens=5, streamer=heard[0])
         piped.generate(tokens, max_new_tokens=5, streamer=heard[1])
         assert heard[1].tokens == heard[0].tokens and heard[1].tokens[-1] == "end"
+
+
+def test_an_assistant_that_is_wrapped_too():
+    model, assistant = llama(4), llama(1)
+    tokens = torch.randint(3, VOCAB, (1, 6))
+    with roundpipe.compile(model, devices=["cpu"]) as piped, roundpipe.compile(assistant, devices=["cpu"]) as helping:
+        found = piped.generate(tokens, max_new_tokens=16, assistant_model=helping)
+        assert torch.equal(found, model.generate(tokens, max_new_tokens=16))
+
+
+def test_the_device_begins_after_what_the_caller_s_stream_makes(monkeypatch):
+    order = []
+    upload = CpuBackend.upload
+    monkeypatch.setattr(CpuBackend, "follow_caller", lambda self: order.append("follow"))
+    monkeypatch.setattr(CpuBackend, "upload", lambda self, *each: order.append("upload") or upload(self, *each))
+    with roundpipe.compile(llama(1), devices=["cpu"]) as piped:
+        piped.generate(torch.randint(3, VOCAB, (1, 6)), max_new_tokens=2)
+        assert order[0] == "follow" and "upload" in order
+        del order[:]
+        with piped.streamed():
+            assert order[0] == "follow"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_arguments_that_a_card_is_still_making():
+    model = llama(2)
+    tokens = torch.randint(3, VOCAB, (2, 6))
+    with roundpipe.compile(model, devices=["cuda:0"]) as piped:
+        expected = piped.generate(tokens, max_new_tokens=5)
+        late = torch.zeros_like(tokens, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        late += tokens.to("cuda", non_blocking=True)
+        assert torch.equal(piped.generate(late, max_new_tokens=5), expected)
+
+
+def test_what_is_said_where_the_code_takes_more_than_the_device_has():
+    model = llama(2)
+    with roundpipe.compile(model, devices=[limited(0.7 * weight_bytes(model))]) as piped:
+        tokens = torch.randint(3, VOCAB, (40, 60))
+        with pytest.raises(roundpipe.DeviceMemoryError, match="fewer or shorter prompts") as caught:
+            piped.generate(tokens, max_new_tokens=5)
+        assert "microbatches" not in str(caught.value)  # there are none
+        options = {"max_new_tokens": 2, "min_new_tokens": 2}
+        assert torch.equal(piped.generate(tokens[:1, :4], **options), model.generate(tokens[:1, :4], **options))
 
 
 @pytest.mark.parametrize("share", [None, 0.7])

@@ -79,6 +79,9 @@ class TracedGraph:
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Module name -> why its inside was not traced."""
+    compiled_by_torch: dict[str, str] = field(default_factory=dict)
+    """Modules that torch has compiled, but which were looked into, so that the graph has their code as written; and
+    why they can't stay whole, if it is not for their size or the stack that they hold."""
 
     @property
     def example_size(self) -> str:

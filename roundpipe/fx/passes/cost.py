@@ -21,11 +21,11 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import buffers_in, modules_in, parameters_in
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally
-from roundpipe.fx.fakes import failures_unlogged, recalled
+from roundpipe.fx.fakes import code_on_fakes, recalled
 from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
     entered_modes,
@@ -155,10 +155,10 @@ class _CostRun(GraphInterpreter):
         weights: list[torch.Tensor] = []
         if node.op == "call_module":
             leaf = self._traced.attribute(str(node.target))
-            originals = (*leaf.parameters(), *leaf.buffers())
+            originals = (*parameters_in(leaf), *buffers_in(leaf))
             self._twin, _ = make_twin(leaf, {weight: self._fake_weight(weight) for weight in originals})
-            weights = [*self._twin.parameters(), *self._twin.buffers()]
-        with failures_unlogged(), self._mode, torch.random.fork_rng(devices=[]):
+            weights = [*parameters_in(self._twin), *buffers_in(self._twin)]
+        with code_on_fakes(), self._mode, torch.random.fork_rng(devices=[]):
             leaves = self.values = {operand: self._fake(operand) for operand in _tensor_operands(node)}
             key = _node_key(self._traced, node, with_gradients=False)
             if key not in self._forwards:
@@ -325,7 +325,7 @@ def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:
     attribute = traced.attribute(str(node.target)) if node.op in ("get_attr", "call_module") else None
     weights: list[torch.Tensor] = []
     if isinstance(attribute, nn.Module):
-        weights = [*attribute.parameters(), *attribute.buffers()]
+        weights = [*parameters_in(attribute), *buffers_in(attribute)]
     elif isinstance(attribute, torch.Tensor):
         weights = [attribute]
     sizes = {weight: bytes_of(weight) for weight in weights}

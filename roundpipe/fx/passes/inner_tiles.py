@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.compiled_modules import is_compiled
 from roundpipe.core.modes import has_saved_tensor_hooks
 from roundpipe.core.tiled_regions import Region, RowResult
 from roundpipe.core.tiling import Rows
@@ -85,6 +86,8 @@ def tiled_leaf(run: GraphRun, node: Node, space: RowSpace) -> TiledLeaf | None:
     """How a node that calls a module can do so in tiles; None if no submodule is worth it."""
     leaf = leaf_of(run, node)
     if leaf is None or isinstance(leaf, torch.jit.ScriptModule) or len(list(leaf.modules())) == 1:
+        return None
+    if any(map(is_compiled, leaf.modules())):  # torch would compile it anew, in pieces around the tiles
         return None
     found: dict[str, TiledForward] = {}
     calls = _calls_in(run, node, leaf)

@@ -37,9 +37,10 @@ from roundpipe.core.layers import (
 )
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.module_tree import modules_in
+from roundpipe.core.storages import rebuilt, stored_tensors
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, static_mode
+from roundpipe.fx.fakes import code_on_fakes, fake_of, is_fake, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.gradient_memory import BackwardAllocations
 from roundpipe.fx.passes.tail import JoinedTail
@@ -113,7 +114,7 @@ def measure_memory(
     """
     try:
         code = python_restored(modules_in(chain), loss and loss.function)
-        with code, failures_unlogged(), torch.random.fork_rng(devices=[]):
+        with code, code_on_fakes(), torch.random.fork_rng(devices=[]):
             if tiles != UNTILED:
                 add_tiles(chain, args, kwargs, tiles)
             return _ChainRun(chain, device, tiles).costs(args, kwargs, loss)
@@ -213,17 +214,22 @@ class _ChainRun:
 
     def _twin(self, layer: nn.Module, spec: LayerSpec | None = None) -> nn.Module:
         """A copy of a layer with fakes as weights, which have gradients."""
-        fakes = {
-            tensor: fake_of(self._mode, tensor, self._device) for tensor in (*layer.parameters(), *layer.buffers())
-        }
-        for fake in fakes.values():
-            if fake.requires_grad:
-                with self._mode:
-                    fake.grad = torch.empty_like(fake)
+        fakes = {tensor: self._weight(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+        with self._mode:
+            for fake in fakes.values():
+                fake.grad = torch.empty_like(fake) if fake.requires_grad else None
         twin, _ = make_twin(layer, fakes)
         if spec is not None and spec.execution_device:
             setattr(twin, EXECUTION_DEVICE, self._device)
         return twin
+
+    def _weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake weight; a packed one is of its own class, since what its operators unpack takes memory too."""
+        parts = [] if tensor.requires_grad or not hasattr(tensor, "__tensor_flatten__") else stored_tensors(tensor)
+        if not parts:
+            return fake_of(self._mode, tensor, self._device)
+        packed = rebuilt(tensor, [fake_of(self._mode, part, self._device) for part in parts])
+        return nn.Parameter(packed, requires_grad=False) if isinstance(tensor, nn.Parameter) else packed
 
     def _to_loss(self, loss: Loss, reads: Carry, ran: TilesRun) -> _RunBytes | None:
         """What the last layer and the loss behind it take; None if that can't run."""

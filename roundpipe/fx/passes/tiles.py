@@ -21,7 +21,7 @@ from roundpipe.core.layers import Carry, LayerChain, is_differentiable
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, static_mode
+from roundpipe.fx.fakes import code_on_fakes, fake_of, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.codegen import Layer
 from roundpipe.fx.passes.generated import sizes_key
@@ -102,7 +102,7 @@ def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
     """What running a module on fakes changes is put back."""
-    with python_restored(modules_in(module)), failures_unlogged(), torch.random.fork_rng(devices=[]), in_tiles(1):
+    with python_restored(modules_in(module)), code_on_fakes(), torch.random.fork_rng(devices=[]), in_tiles(1):
         yield
 
 

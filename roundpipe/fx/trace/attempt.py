@@ -9,6 +9,7 @@ What goes wrong inside a module ends the attempt with a `Retry`, which says what
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +20,12 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.compiled_modules import is_compiled
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import python_random_state
-from roundpipe.effects.places import HOOKS
+from roundpipe.effects.places import has_hooks
 from roundpipe.effects.reach import ReachedState
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
@@ -67,17 +69,16 @@ class Attempt:
         self._call_modes = CallModes.current()
         self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
         modules = named_modules_in(world.model)
-        hooked = [name for name, module in modules.items() if any(module.__dict__[kind] for kind in HOOKS)]
+        hooked = [name for name, module in modules.items() if has_hooks(module)]
         names = world.name_of_module
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
-        self._before = ModuleSnapshot(modules_in(world.twin))
-        readers = Readers([type(module) for module in modules_in(world.twin)], reach.codes)
+        inside = modules_in(world.twin)
+        self._before = ModuleSnapshot(inside)
+        readers = Readers(map(type, inside), reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
         self._before_hooks = {  # a module that an earlier forward put into the twin is no module of the user's
-            module: hooks_by_code(world.real_module[module])
-            for module in modules_in(world.twin)
-            if module in world.real_module
+            module: hooks_by_code(world.real_module[module]) for module in inside if module in world.real_module
         }
         world.shapes.on_assumption = self._refuse_other_sizes
         self._python_random = python_random_state()
@@ -136,6 +137,11 @@ class Attempt:
         traced.output = template
         traced.example_elements = sum(tensor.numel() for tensor in trees.tensors(world.real_arguments))
         traced.opaque = self._leaves.opaque()
+        compiled = {world.name_of_module[module]: module for module in filter(is_compiled, self.glue.modules)}
+        reasons = self._knowledge.reasons
+        traced.compiled_by_torch = {
+            name: reasons.get(name) or reasons.get(type(module)) or "" for name, module in compiled.items()
+        }
         weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
         written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
         traced.guards = Guards(
@@ -148,7 +154,7 @@ class Attempt:
             weight_writes=findings.weight_writes,
             written=frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written),
             weights=sorted(weights),
-            replaced=frozenset(name for name in world.real if not world.has_in_place(name)),
+            replaced=world.replaced(),
         )
         if shared := traced.guards.shared_write(trees.tensors(world.real_arguments)):
             raise Retry(TraceError(shared))
@@ -198,11 +204,8 @@ class Attempt:
 
     def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
-        return {
-            (change.module, change.name): self._qualified(change.module, change.name)
-            for change in self._before.diff()
-            if change.module in self.glue.modules
-        }
+        changes = sorted(self._before.diff(self.glue.modules), key=operator.attrgetter("position"))
+        return {(change.module, change.name): self._qualified(change.module, change.name) for change in changes}
 
     def _qualified(self, module: nn.Module, name: str) -> str:
         return f"{self._world.name_of_module[module]}.{name}".lstrip(".")

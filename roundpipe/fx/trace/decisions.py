@@ -5,6 +5,8 @@ container, the rule is:
 
     its class says so        torch's own layers are leaves, torch's own stacks are not
     it has a user's hook     leaf, so that the hook fires at run time, unless it holds a stack
+    torch has compiled it    leaf, so that it runs compiled, unless it holds a stack or is larger than
+                             the caller's limit
     it has no parameters     look inside (masks, rotary tables: glue that can be recomputed)
     it holds a stack         look inside; a stack is a list of two or more modules that have
                              parameters and children with parameters themselves (blocks). One of
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from roundpipe.core.compiled_modules import is_compiled
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts, said
 from roundpipe.core.module_tree import modules_in, parameters_in, training_bytes_of
 from roundpipe.effects.run_once import holders_of
@@ -230,12 +233,15 @@ class LeafPolicy:
         return limit is not None and training_bytes_of(module) > limit
 
     def _decide(self, module: nn.Module) -> bool:
-        if not self._names[module] or isinstance(module, _CONTAINERS):
+        name = self._names[module]
+        if not name or isinstance(module, _CONTAINERS):
             return False
         decision = self.decision(module)
         if decision is not None:
             return decision is not Decision.DESCEND
-        if _is_torch_layer(module) or (self._names[module] in self._hooked and self.may_be_leaf(module)):
+        if _is_torch_layer(module) or (name in self._hooked and self.may_be_leaf(module)):
+            return True
+        if is_compiled(module) and self.may_be_leaf(module) and not self.is_too_large(module):
             return True
         size = self._size(module)
         if not size:

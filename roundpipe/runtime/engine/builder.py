@@ -6,7 +6,6 @@ where, which gradients are wanted, the seed, the modes.
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import logging
 import weakref
@@ -16,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.compiled_modules import context_for
 from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
@@ -225,7 +225,7 @@ class StepBuilder:
             },
             keeps_history=keeps_history,
             autocast=caller_autocast(),
-            context=contextvars.copy_context(),
+            context=context_for(schedule.num_workers),
             arguments=frozenset(name for carry in values for name in carry),
             not_split=_not_split(values, call),
             inputs=inputs if keeps_history else (),

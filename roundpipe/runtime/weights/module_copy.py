@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from roundpipe.core.compiled_modules import as_written, compiled_like, is_made_by_torch
 from roundpipe.core.layers import EXECUTION_DEVICE
 
 OWN = ("_parameters", "_buffers", "_modules")
@@ -27,7 +28,9 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 _VALUES = methodcaller("values")
 _REDIRECTED = (dict, list)
 """Types of containers in `CHANGED_IN_PLACE` that `redirect` looks into."""
-_LOOKED_INTO = (torch.Tensor, nn.Module, types.MethodType, functools.partial)
+_NESTED = (list, tuple, dict)
+"""Types of containers that it looks into within these."""
+_LOOKED_INTO = (torch.Tensor, nn.Module, functools.partial)
 
 
 class Tensors(Protocol):
@@ -37,9 +40,14 @@ class Tensors(Protocol):
 
 
 class ModuleCopy:
-    """A shallow copy of a module, which takes over the attributes that this one has."""
+    """A shallow copy of a module, which takes over the attributes that this one has.
+
+    ``compiles``: what torch has compiled of the module is compiled for the copy; else it runs as written.
+    """
 
     __slots__ = (
+        "_bound",
+        "_compiles",
         "_containers",
         "_length",
         "_looked_into",
@@ -52,11 +60,14 @@ class ModuleCopy:
         "_values",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: bool = True) -> None:
+        self._compiles = compiles
         self._length = -1
-        """How many attributes there were at the last time; those beside `OWN` are of three kinds:"""
+        """How many attributes there were at the last time; those beside `OWN` are of four kinds:"""
         self._steady: tuple[str, ...] = ()
         """what stays as it is as long as it is the same object,"""
+        self._bound: dict[str, tuple[Any, Any]] = {}
+        """functions that may be bound to a module, and the copy's own,"""
         self._containers: tuple[str, ...] = ()
         """what may be filled in place,"""
         self._open: tuple[str, ...] = ()
@@ -82,8 +93,10 @@ class ModuleCopy:
         Returns the names of those that point into the replica, where the module's point into its own tree.
         """
         if not (self._is_as_noted(attributes) and self._has_values(state)):
-            self._note(attributes)
+            self._note(attributes, modules)
             state.update(zip(self._steady, self._values, strict=True))
+        for name, (_, own) in self._bound.items():
+            state[name] = own
         state.update(zip(self._containers, self._pick_containers(attributes), strict=True))
         others = self._open
         if any(self._pick_looked_into(attributes)):
@@ -117,13 +130,19 @@ class ModuleCopy:
             if type(value) in _PLAIN and name not in OWN and plain.get(name, plain) != value
         ]
 
-    def _note(self, attributes: Mapping[str, Any]) -> None:
+    def _note(self, attributes: Mapping[str, Any], modules: Mapping[int, nn.Module]) -> None:
         steady, containers, others = [], [], []
+        before, self._bound = self._bound, {}
         for name, value in attributes.items():
             if name in OWN or name == EXECUTION_DEVICE:
                 continue
             if type(value) in CHANGED_IN_PLACE:
                 containers.append(name)
+            elif isinstance(value, types.MethodType) or is_made_by_torch(value):
+                if (known := before.get(name)) is None or known[0] is not value:
+                    is_to_compile = self._compiles or not is_made_by_torch(value)
+                    known = value, redirect(value if is_to_compile else as_written(value), modules, {})
+                self._bound[name] = known
             elif isinstance(value, _LOOKED_INTO) or (type(value) is tuple and not _PLAIN.issuperset(map(type, value))):
                 others.append(name)
             else:
@@ -142,6 +161,12 @@ class ModuleCopy:
         except KeyError:
             return False
 
+    def _has_bound(self, attributes: Mapping[str, Any]) -> bool:
+        for name, (value, own) in self._bound.items():
+            if attributes[name] is not value and attributes[name] is not own:
+                return False
+        return True
+
     def _is_as_noted(self, attributes: Mapping[str, Any]) -> bool:
         """Whether these differ in nothing but what is in containers, and where others point."""
         try:
@@ -149,6 +174,7 @@ class ModuleCopy:
                 len(attributes) == self._length
                 and self._has_values(attributes)
                 and tuple(map(type, self._pick_containers(attributes))) == self._types
+                and self._has_bound(attributes)
             )
         except KeyError:
             return False
@@ -170,7 +196,7 @@ class Attributes:
     @property
     def may_point(self) -> bool:
         """Whether a container among them holds what may point into a tree."""
-        return any(not _PLAIN.issuperset(map(type, items)) for _, items in self._filled)
+        return any(isinstance(item, torch.Tensor) or callable(item) for _, items in self._filled for item in items)
 
     def are_same(self) -> bool:
         """Whether all are the same objects under the same names, and containers have in them what they had."""
@@ -179,12 +205,20 @@ class Attributes:
             and all(map(is_, chain.from_iterable(map(_VALUES, self._dicts)), self._values))
             and [*chain.from_iterable(self._dicts)] == self._names
             and not any(self._empty)
-            and all(len(each) == len(held) and all(map(is_, _items(each), held)) for each, held in self._filled)
+            and all(
+                len(items := _items(each)) == len(held) and all(map(is_, items, held)) for each, held in self._filled
+            )
         )
 
 
 def _items(container: Any) -> list[Any]:
-    return [*(container.values() if type(container) is dict else container)]
+    """What a container holds, and what the containers in it hold that `redirect` looks into."""
+    items = [*(container.values() if type(container) is dict else container)]
+    if not _PLAIN.issuperset(map(type, items)):
+        for item in items[:]:
+            if type(item) in _NESTED:
+                items += _items(item)
+    return items
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -205,6 +239,10 @@ def redirect(value: Any, modules: Mapping[int, nn.Module], tensors: Tensors) -> 
     if isinstance(value, types.MethodType):
         owner = modules.get(id(value.__self__))
         return value if owner is None else types.MethodType(value.__func__, owner)
+    if is_made_by_torch(value):
+        written = as_written(value)
+        other = redirect(written, modules, tensors)
+        return value if other is written else compiled_like(value, other)
     if isinstance(value, functools.partial):
         function, *args = new = [redirect(item, modules, tensors) for item in (value.func, *value.args)]
         unchanged = all(map(is_, new, (value.func, *value.args)))

@@ -36,10 +36,18 @@ class FrozenLayers:
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> Self:
         frozen = cls()
+        copies: dict[int, Any] = {}
+
+        def copied(value: Any) -> Any:
+            """One copy for all modules that share a container."""
+            if not value:
+                return type(value)()
+            return copies.get(id(value)) or copies.setdefault(id(value), value.copy())
+
         for layer in layers:
             for module in modules_in(layer):
                 frozen.attributes[module] = {
-                    name: (value.copy() if value else type(value)()) if type(value) in CHANGED_IN_PLACE else value
+                    name: copied(value) if type(value) in CHANGED_IN_PLACE else value
                     for name, value in module.__dict__.items()
                 }
             frozen.trained.update(parameter for parameter in parameters_in(layer) if parameter.requires_grad)
@@ -55,6 +63,9 @@ class FrozenLayers:
 class Replica:
     """One worker's copy of one layer's module tree; ``device`` replaces the attribute `EXECUTION_DEVICE`."""
 
+    _compiles = True
+    """Whether modules that torch has compiled run compiled."""
+
     def __init__(self, original: nn.Module, device: torch.device) -> None:
         self._device = device
         self._twins: dict[int, nn.Module] = {}
@@ -62,7 +73,7 @@ class Replica:
         self.module = self._copy(original)
         self._scripts = [original for original in self._originals if isinstance(original, torch.jit.ScriptModule)]
         self._copies = [
-            (original, self._twins[id(original)], ModuleCopy())
+            (original, self._twins[id(original)], ModuleCopy(self._compiles))
             for original in self._originals
             if not isinstance(original, torch.jit.ScriptModule)
         ]
