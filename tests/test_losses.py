@@ -158,7 +158,7 @@ def test_what_is_in_front_of_the_model_gets_the_gradients_of_the_mean(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
 def test_a_mean_by_samples_of_labels_with_padding_is_told_of_once(kind, call):
-    """Where the graph of a loss tells its targets, they are counted; it doesn't for a quotient of sums."""
+    """Where the graph of a loss tells its targets, they are counted; it doesn't where some are selected."""
     ids, labels = padded()
 
     def by_class(logits, labels):
@@ -168,13 +168,17 @@ def test_a_mean_by_samples_of_labels_with_padding_is_told_of_once(kind, call):
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return losses.sum() / (labels != -100).sum()
 
+    def selected(logits, labels):
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses[labels.flatten() != -100].mean()
+
     classes = torch.ones(VOCABULARY, dtype=torch.float64)
-    unknown = quotient if kind == "traced" else token_mean
+    unknown = selected if kind == "traced" else token_mean
     alike = torch.zeros_like(labels)
     alike[:, 0] = -100
     quiet = [(counted_mean, labels, {}), (token_mean, alike, {}), (token_mean, labels, {"run_config": ONE})]
     if kind == "traced":
-        quiet += [(token_mean, labels, {}), (by_class, labels, {})]
+        quiet += [(token_mean, labels, {}), (by_class, labels, {}), (quotient, labels, {})]
     with wrap(kind, devices=["cpu"] * 2)[1] as piped, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = []
@@ -182,7 +186,7 @@ def test_a_mean_by_samples_of_labels_with_padding_is_told_of_once(kind, call):
             getattr(piped, call)((ids,), label=label, loss_fn=loss_fn, loss_reduction="mean", **options)
             texts = [str(each.message) for each in caught if "nothing overlaps" not in str(each.message)]
             seen.append(len(texts))
-    assert seen == [*[0] * len(quiet), 1, 1] and "let loss_fn return (loss, (label != -100).sum())" in texts[0]
+    assert seen == [*[0] * len(quiet), 1, 1] and "(label != -100).sum()" in texts[0]
 
 
 def contrastive(outputs, labels):

@@ -19,6 +19,7 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.finite import check_losses
+from roundpipe.runtime.engine.loss_divisors import ends_of
 from roundpipe.runtime.engine.losses import LossWeights, Mean, place_of, read_losses, sum_losses
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
@@ -138,10 +139,11 @@ class HostRunner(Runner):
                     output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, m, events)
                     output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
                     with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
+                        ends = ends_of(output) if is_mean else frozenset()
                         loss = training.loss_fn(output, target)
                         each = read_losses(loss, is_mean=is_mean)
                         is_own = place_of(each.tensors[0], output) is not None
-                        weights.apply(each, m, "unknown" if is_own else None)
+                        weights.apply(each, m, "unknown" if is_own else None, ends=frozenset() if is_own else ends)
                     if config.check_finite:
                         check_losses(each.tensors, f"on the host, microbatch {m}, phase loss_fn")
                     note.added = has_backward
@@ -165,7 +167,7 @@ class HostRunner(Runner):
         self.session.optimizer.raise_pending()
         self._loss_warnings.look([weights], len(losses) * training.num_ranks, training.options, self.config)
         if is_mean:
-            self._loss_warnings.look_at_labels(pieces.labels, [weights])
+            self._loss_warnings.look_at_mean(pieces.labels, [weights])
         total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
 

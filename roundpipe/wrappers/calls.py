@@ -162,7 +162,7 @@ class ChainRunner(Runner):
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses) * training.num_ranks, training.options, self.config)
         if config.loss_reduction == "mean":
-            self._loss_warnings.look_at_labels([label for call in calls for label in call.labels], weights)
+            self._loss_warnings.look_at_mean([label for call in calls for label in call.labels], weights)
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
+from roundpipe.runtime.engine.loss_divisors import Verdict, verdict
 from roundpipe.runtime.engine.losses import LossWeights
 
 _TEXTS = {
@@ -36,6 +37,30 @@ _TEXTS = {
     ),
 }
 """By the reduction and by what is known of the loss."""
+
+
+_OF_LOSS_FN: dict[Verdict, str] = {
+    "not by samples": (
+        "but they are divided by numbers that are not in proportion to these, such as the number of targets, the sum "
+        "of a mask or the weights of classes: loss and gradients differ from those of the whole batch. Let loss_fn "
+        "return (loss, weight), the weight being what the loss is divided by, such as mask.sum() or "
+        "(label != {ignored}).sum(), or for several losses ([first, second], [weight, weight])"
+    ),
+    "not linear": (
+        "but a function of means, such as a root or a quotient of two, is no mean: loss and gradients differ from "
+        "those of the whole batch. Give loss_scope='batch', or compute that function from the loss that is returned"
+    ),
+    "sum": (
+        "but loss_fn gives sums, which nothing divides: loss and gradients are smaller than those of the whole batch. "
+        "Give loss_reduction='sum', or let loss_fn return means"
+    ),
+}
+"""By what autograd's graph shows of a loss that ``loss_fn`` computes."""
+_OF_LABELS = (
+    "and label has other numbers of {ignored} in each, which losses such as cross_entropy ignore. If the loss is a "
+    "mean over the others, it differs from that of the whole batch: let loss_fn return (loss, (label != {ignored})"
+    ".sum()), or of several means ([first, second], [weight, weight])"
+)
 
 
 MOST_READ = 3
@@ -63,23 +88,26 @@ class LossWarnings:
         given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)
         is_certain = kind != "unknown" or given != "sum"
         text = None if kind is None else _TEXTS.get((given or "sum", kind))
-        if text is not None and number > 1 and is_certain and not self._has_warned:
+        if text is None or number == 1 or not is_certain or self._has_warned:
+            return
+        if (given, kind) != ("mean", "unknown") or by_samples(weights) != ["right"]:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
 
-    def look_at_labels(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
+    def look_at_mean(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
         """After a call whose loss is a mean that ``loss_fn`` computes; ``labels`` are those of the microbatches."""
         is_counted = any(each.has_given or each.is_counted for each in weights)
-        if self._has_warned or is_counted or len(labels) == 1:
+        if self._has_warned or is_counted or len(labels) == 1 or any(each.own is not None for each in weights):
             return
-        shares = [_share_of_targets(label) for label in labels]
-        if len(set(shares) - {None}) > 1:
+        verdicts = by_samples(weights)
+        text = next((text for verdict, text in _OF_LOSS_FN.items() if verdict in verdicts), None)
+        if text is None and "unknown" in verdicts and _have_other_targets(labels):
+            text = _OF_LABELS
+        if text is not None:
             self._has_warned = True
             warn(
-                f"loss_reduction='mean' counts the {len(labels)} microbatches by their samples, and label has other "
-                f"numbers of {IGNORED} in each, which losses such as cross_entropy ignore. If the loss is a mean over "
-                f"the others, it differs from that of the whole batch: let loss_fn return (loss, (label != {IGNORED})"
-                ".sum()), or of several means ([first, second], [weight, weight])"
+                f"loss_reduction='mean' averaged the losses of the {len(labels)} microbatches by their samples, "
+                f"{text.format(ignored=IGNORED)}"
             )
 
     def look_at_outputs(
@@ -108,6 +136,19 @@ class LossWarnings:
 
 IGNORED = -100
 """What losses of torch ignore in a target, unless they are told otherwise."""
+
+
+def by_samples(weights: Sequence[LossWeights]) -> list[Verdict]:
+    """Whether losses that were averaged by samples are those of the batch, each kind of answer once."""
+    microbatches = [each for weight in weights for each in weight.terms_by_samples]
+    shares = [share for share, _ in microbatches]
+    losses = zip(*(terms for _, terms in microbatches), strict=False)
+    return list(dict.fromkeys(verdict(each, shares) for each in losses)) or ["unknown"]
+
+
+def _have_other_targets(labels: Sequence[Any]) -> bool:
+    """Whether labels of microbatches have other shares of targets that count."""
+    return len({_share_of_targets(label) for label in labels} - {None}) > 1
 
 
 def _share_of_targets(label: Any) -> float | None:

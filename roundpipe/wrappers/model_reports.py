@@ -44,10 +44,17 @@ class ModelReports(ModelView):
         kwargs: dict[str, Any],
         batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> tuple[OwnLoss, ...]:
-        """Losses among the model's outputs of which its graph for a microbatch tells what that counts for.
+        """The scalar losses among the model's outputs, and what each is a sum or a mean of, as its graph tells.
 
-        The model is traced if it was not for such a call; none where it runs without a graph. ``batch`` is what the
-        microbatch is a piece of.
+        For integrations that put losses together themselves. The model is traced if no trace serves such a call.
+
+        Args:
+            args: the model's arguments, of one microbatch.
+            kwargs: its keyword arguments.
+            batch: both, of the batch that the microbatch is a piece of.
+
+        Returns:
+            One per loss whose meaning the graph tells; none where the model runs without a graph.
         """
         if not isinstance(self._runner, ChainRunner):
             return ()

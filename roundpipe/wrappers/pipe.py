@@ -146,13 +146,13 @@ class RoundPipe(ModelReports):
             input_kwargs: the model's keyword arguments. A list of dicts is the microbatches themselves, which may
                 differ in length; ``input_args`` and ``label``, if given, are then lists of as many.
             label: split like the inputs and given to ``loss_fn``; gradients flow to tensors in it that require grad.
-            loss_fn: ``(outputs, label) -> loss``, run on the device; gives a tensor or a sequence of tensors.
+            loss_fn: ``(outputs, label) -> loss``, run on the device: a tensor of one element, or a sequence of them.
             return_outputs: also return the merged outputs.
             run_config: options for this call.
             loss_reduction: ``"sum"`` (the default) adds the microbatches' losses. ``"mean"`` is for losses that are
-                means: each counts by its samples or, if ``loss_fn`` returns ``(loss, weight)``, by its weight, such as
-                the number of target tokens, so that loss and gradients are those of one loss over the batch. With
-                ``process_group``, gradients are those of one loss over the batches of all ranks.
+                means, and gives that of the batch (with ``process_group``, of all ranks' batches): each counts by its
+                weight if ``loss_fn`` returns ``(loss, weight)``, such as the number of target tokens; else by its
+                targets, if the graph tells them; else by its samples.
             loss_scope: ``"batch"`` runs ``loss_fn`` once, on the outputs and labels of the whole batch.
 
         Returns:

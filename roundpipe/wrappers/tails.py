@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from roundpipe.core.layers import Carry, LayerChain, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
+from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
 from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses
 from roundpipe.fx.passes.tail import JoinedTail
@@ -78,6 +79,8 @@ class CountedLoss(NamedTuple):
     """What computes it as ``loss_fn`` does."""
     is_one_mean: bool
     """See `CountedLosses`."""
+    divisors: dict[str, Divisor]
+    """See `CountedLosses`."""
 
 
 class TailSource:
@@ -120,7 +123,8 @@ class TailSource:
             return None
         microbatches = zip(call.args, call.kwargs, call.labels, strict=True)
         counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
-        return [CountedLoss(own, found[0].tail.loss, counted.is_one_mean) for own in counts]
+        divisors = counted.divisors
+        return [CountedLoss(own, found[0].tail.loss, counted.is_one_mean, divisors) for own in counts]
 
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
@@ -145,7 +149,7 @@ class TailSource:
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
-        counted = count_losses(traced, call.chain.own_losses) if call.weighs_terms else None
+        counted = count_losses(traced, call.chain.own_losses, _whole(call.labels)) if call.weighs_terms else None
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted
@@ -199,6 +203,13 @@ def _examples(call: Call) -> list[Example] | None:
     pairs = zip(carries, call.labels, strict=True)
     examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry is not None]
     return examples if len(examples) == len(carries) else None
+
+
+def _whole(labels: Sequence[Any]) -> set[trees.Path]:
+    """Where labels of several microbatches have one tensor in common."""
+    first, *others = labels
+    places = ((path, leaf) for path, leaf in trees.walk(first) if isinstance(leaf, torch.Tensor))
+    return {path for path, leaf in places if others and all(trees.get(other, path) is leaf for other in others)}
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import TypeVar
 from roundpipe.core.layers import OwnLoss
 from roundpipe.core.term_shares import TermShares
 from roundpipe.core.trees import Path
+from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.runtime.config import ResolvedConfig
-from roundpipe.runtime.engine.losses import CountedTerms, JointShares, OwnMean
+from roundpipe.runtime.engine.losses import CountedTerms, JointShares, OwnMean, share_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.merge import ScalarWeights
 from roundpipe.runtime.ranks.turns import CallShare
@@ -65,14 +66,15 @@ def count_loss(calls: Sequence[Call], config: ResolvedConfig, tails: TailSource,
 def _weigh_terms(calls: Sequence[Call], counted: Sequence[CountedLoss], share: CallShare | None) -> None:
     """Tell the rounds of a call what each term of the loss counts for, among the ranks if there are others."""
     counts, total, joint = [each.counts for each in counted], None, None
-    shares: Sequence[TermShares] = _shares(counts)
+    divisors = [each.divisors for each in counted]
+    shares: Sequence[TermShares] = _shares(counts, divisors)
     if share is not None and all(each.is_one_mean for each in counted):
         total = sum(number for own in counts for number in own.values())  # a factor for the whole makes it that of all
         shares = shares if total else [dict.fromkeys(own, 0.0) for own in counts]
     elif share is not None:
         joint = share
         share.tell_terms({name: sum(own[name] for own in counts) for name in counts[0]})
-        shares = [JointShares(own, share) for own in counts]
+        shares = [JointShares(own, share, divisors=each) for own, each in zip(counts, divisors, strict=True)]
     for call, of_call in _by_call(calls, list(zip(shares, counted, strict=True))):
         functions = [each.function for _, each in of_call]
         call.counted = CountedTerms([own for own, _ in of_call], functions, total, joint)
@@ -119,10 +121,11 @@ def _own_counts(calls: Sequence[Call]) -> Iterator[tuple[OwnLoss, list[Counts]]]
             yield first, [loss.counts(*each) for loss, microbatches in pairs for each in microbatches]
 
 
-def _shares(counts: Sequence[Counts]) -> list[dict[str, float]]:
-    """What microbatches count for over what all of them do; a mean over nothing at all stays one."""
+def _shares(counts: Sequence[Counts], divisors: Sequence[Mapping[str, Divisor]] = ()) -> list[dict[str, float]]:
+    """What microbatches count for over what all of them do, or what both are divided by."""
     totals = {name: sum(each[name] for each in counts) for name in counts[0]}
-    return [{name: count / totals[name] if totals[name] else 1.0 for name, count in own.items()} for own in counts]
+    pairs = zip(counts, divisors or [{}] * len(counts), strict=True)
+    return [{name: share_of(own[name], totals[name], by.get(name)) for name in own} for own, by in pairs]
 
 
 def _by_call(calls: Sequence[Call], values: Iterable[_T]) -> Iterator[tuple[Call, list[_T]]]:

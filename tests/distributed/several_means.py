@@ -11,17 +11,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from tests import test_several_means as one
 from tests.runtime.models import gradients
 
+
+def quotients(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Sums over targets, divided by their number and by what is made of it."""
+    mask = label != -100
+    losses = F.cross_entropy(logits.flatten(0, 1), label.clamp(0).flatten(), reduction="none").view(label.shape) * mask
+    return losses.sum() / mask.sum().clamp(min=1) + losses.square().sum() / (0.5 * mask.sum() + 3)
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], Callable[..., Any]]] = {
     "pretraining": (one.pretraining, one.own, one.own),
     "penalised": (one.penalised, one.own, one.own),
     "list": (one.of_tokens, *one.LOSSES["a list"]),
     "weights": (one.of_tokens, *one.LOSSES["weights"]),
+    "quotients": (one.of_tokens, quotients, quotients),
     "one mean": (one.of_tokens, *one.LOSSES["one mean"]),
 }
 

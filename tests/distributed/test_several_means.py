@@ -18,6 +18,8 @@ CASES = [
     Case("penalised", (4, 3), is_async=True, options=(("tiles", 2),)),
     Case("list", (6, 5), microbatches=1),
     Case("weights", (2,), is_async=True),
+    Case("quotients", (5, 2), is_async=True),
+    Case("quotients", (6, 3), microbatches=3, options=(("tiles", 2),)),
     Case("one mean", (5, 2)),
 ]
 

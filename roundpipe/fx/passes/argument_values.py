@@ -5,7 +5,8 @@ A size is one of the arguments', whichever tensor it was asked of, if its expres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -15,9 +16,12 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key, value_of
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.sample_sums import SampleSum
 
 Count = Callable[[Any], float]
 """From a microbatch's arguments, in normal form, what it counts for in a mean."""
+Divisor = Callable[[float], float]
+"""What a sum is divided by, given what counts for in it."""
 
 
 class ArgumentValues:
@@ -74,6 +78,45 @@ class ArgumentValues:
     def number(self, node: Node) -> Count:
         """The number that a node computes."""
         return lambda arguments: float(self._values([node], arguments)[node])
+
+    def rows(self, rows: SampleSum) -> Count | None:
+        """How many rows a microbatch has that are summed up, if one of these arguments tells."""
+        place = next((self._traced.input_paths[node.name] for node in rows.arguments if self.has(node)), None)
+        if place is None:
+            return None
+        return lambda arguments: float(math.prod(trees.get(arguments, place).shape[: rows.num_axes]))
+
+    def divisor(self, node: Node, sums: Mapping[Node, SampleSum]) -> tuple[Count, Divisor | None] | None:
+        """What a microbatch counts for if a sum is divided by a number, and what the divisor is for all of them.
+
+        That number is a sum over samples, their number, or made of one by some calls, such as a ``clamp``.
+        """
+        if not self.has(node):
+            return None
+        chain = [node]
+        while not self._adds_up(chain[-1], sums):
+            if len(sources := chain[-1].all_input_nodes) != 1:
+                return None
+            chain += sources
+        *calls, base = chain
+
+        def of_all(total: float) -> float:
+            run = _ArgumentRun(self._traced, None)
+            run.values[base] = torch.tensor(total, dtype=torch.float64)
+            for each in reversed(calls):
+                run.values[each] = run.run_node(each)
+            return float(run.values[node])
+
+        return self.number(base), of_all if calls else None
+
+    def _adds_up(self, node: Node, sums: Mapping[Node, SampleSum]) -> bool:
+        """Whether numbers of microbatches make up that of the batch: sums over samples do, and sizes by the number."""
+        size: Any = value_of(node)
+        if not _is_size(node):
+            return node in sums and not sums[node].is_mean
+        expression = size.node.expr
+        doubled = {symbol: 2 * symbol for symbol, (_, dim) in self._sizes.items() if dim == 0}
+        return bool(expression.subs(doubled, simultaneous=True) == 2 * expression)
 
     def _is_allowed(self, node: Node) -> bool:
         if _is_size(node):

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from roundpipe.core import trees
 from roundpipe.core.layers import OwnLoss
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
-from roundpipe.fx.passes.argument_values import ArgumentValues, Count
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
+from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 
 LABEL, OUTPUTS = "label", "outputs"
 """The arguments of a `LossCall`."""
@@ -29,45 +31,68 @@ class CountedLosses:
 
     own: tuple[OwnLoss, ...]
     """Losses of the model's own that are among the terms, and whose terms its graph weighs."""
-    weights: Mapping[str, Count]
-    """By name of a term that the function's graph weighs; from the model's arguments and the label."""
+    terms: Mapping[str, Term]
+    """By name, those that the function's graph weighs; they count from the model's arguments and the label."""
     is_one_mean: bool
     """Whether there is one loss, and it is a mean of one kind of targets, up to a factor."""
 
     def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> dict[str, float]:
         """Of one microbatch, by name of a term."""
         found = {name: count for own in self.own for name, count in own.counts(args, kwargs).items()}
-        return {**found, **{name: weight(((args, kwargs), {LABEL: label})) for name, weight in self.weights.items()}}
+        counts = {name: term.count for name, term in self.terms.items() if term.count is not None}
+        return {**found, **{name: count(((args, kwargs), {LABEL: label})) for name, count in counts.items()}}
+
+    @property
+    def divisors(self) -> dict[str, Divisor]:
+        """By name of a term, what it is divided by, if that is not what it counts for."""
+        return {name: term.divisor for name, term in self.terms.items() if term.divisor is not None}
 
 
-def count_losses(loss: TracedGraph, own: Collection[OwnLoss]) -> CountedLosses | None:
+def count_losses(
+    loss: TracedGraph, own: Collection[OwnLoss], whole: Collection[trees.Path] = ()
+) -> CountedLosses | None:
     """What the graph of a `LossCall` tells, which is changed so that it weighs its terms; None: not enough.
 
-    A function that returns weights beside its losses returns the losses alone, then.
+    A function that returns weights beside its losses returns the losses alone, then. At the places ``whole`` the label
+    is not split.
     """
     of_label = ArgumentValues(loss, lambda name: loss.input_paths[name][1].key == LABEL)
     result = loss.output
     if not isinstance(result, tuple) or len(result) != 2:
-        return _by_terms(loss, result, of_label, own)
+        return _by_terms(loss, result, of_label, own, whole)
     losses, weights = result
     is_each = type(losses) in (list, tuple) and type(weights) in (list, tuple) and len(losses) == len(weights)
     return _by_weights(loss, losses, weights, of_label) if is_each else None
 
 
 def _by_terms(
-    loss: TracedGraph, losses: Any, of_label: ArgumentValues, own: Collection[OwnLoss]
+    loss: TracedGraph, losses: Any, of_label: ArgumentValues, own: Collection[OwnLoss], whole: Collection[trees.Path]
 ) -> CountedLosses | None:
     """By the means that the graph shows."""
     by_node = _own_by_node(loss, own)
     given = {node: _term_of(each) for node, each in by_node.items()}
-    found = {node: combination(loss, node, of_label, given) for node in _scalars(loss, losses) or ()}
+    nodes = _scalars(loss, losses) or ()
+    found = {node: combination(loss, node, of_label, given) for node in nodes}
+    if None in found.values():
+        sums = _sums(loss, whole)
+        found = {node: combination(loss, node, of_label, given, sums) for node in nodes}
     parts = {node: each for node, each in found.items() if each is not None}
     if not parts or len(parts) < len(found) or not any(each.has_mean for each in parts.values()):
         return None
     terms = {term for each in parts.values() for term in each.terms}
     weighed_before = {each.path: each for node, each in by_node.items() if node in terms and each.has_terms}
+    weighed = _weigh(loss, parts)
     is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
-    return CountedLosses(tuple(weighed_before.values()), _weigh(loss, parts), is_one_mean)
+    is_one_mean = is_one_mean and all(term.divisor is None for term in weighed.values())
+    return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean)
+
+
+def _sums(loss: TracedGraph, whole: Collection[trees.Path]) -> dict[Node, SampleSum]:
+    """The sums and means over samples."""
+    places = {node: loss.input_paths[node.name] for node in loss.placeholders}
+    outputs = [node for node, (_, (_, argument), *_) in places.items() if argument == OUTPUTS]
+    in_one = [node for node, (_, _, *path) in places.items() if node not in outputs and tuple(path) in whole]
+    return sample_sums(loss, outputs, in_one)
 
 
 def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: ArgumentValues) -> CountedLosses | None:
@@ -83,12 +108,12 @@ def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: Argument
     return CountedLosses((), _weigh(loss, parts), is_one_mean=len(parts) == 1)
 
 
-def _weigh(loss: TracedGraph, parts: Mapping[Node, Combination]) -> dict[str, Count]:
-    counts = {node: count for each in parts.values() for node, count in each.counts.items()}
-    names = {node: f"loss_fn {position}" for position, node in enumerate(counts)}
+def _weigh(loss: TracedGraph, parts: Mapping[Node, Combination]) -> dict[str, Term]:
+    terms = {node: each.terms[node] for each in parts.values() for node in each.counts}
+    names = {node: f"loss_fn {position}" for position, node in enumerate(terms)}
     for node, each in parts.items():
         weigh(loss, node, each, names)
-    return {names[node]: count for node, count in counts.items()}
+    return {names[node]: term for node, term in terms.items()}
 
 
 def _scalars(loss: TracedGraph, losses: Any) -> list[Node] | None:

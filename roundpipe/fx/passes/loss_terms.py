@@ -22,8 +22,9 @@ from roundpipe.core import trees
 from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import has_effect, hint, mutated_by, value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
-from roundpipe.fx.passes.argument_values import ArgumentValues, Count, symbols_of
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
 from roundpipe.fx.passes.row_losses import RowLoss
+from roundpipe.fx.passes.sample_sums import SampleSum
 
 _COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
 _UNARY = (*_COPIES, "neg", "negative")
@@ -42,6 +43,8 @@ class Term:
     """What a microbatch counts for; None: it is a sum, which adds up."""
     is_mean: bool
     """Whether it is a mean over targets; else it is a sum, or the same for every microbatch."""
+    divisor: Divisor | None = None
+    """What it is divided by, given what it counts for; None: by that."""
 
 
 @dataclass(slots=True)
@@ -67,15 +70,17 @@ def combination(
     scalar: Node,
     arguments: ArgumentValues,
     given: Mapping[Node, Term] = MappingProxyType({}),
+    sums: Mapping[Node, SampleSum] = MappingProxyType({}),
 ) -> Combination | None:
     """A scalar as a linear combination of terms; None if it isn't known to be one.
 
     Args:
         arguments: those that targets and factors may be made of.
         given: terms that are known otherwise.
+        sums: over samples or tokens, that are known as such.
     """
     found = Combination()
-    if not _TermSearch(traced, arguments, given, found).visit(scalar):
+    if not _TermSearch(traced, arguments, given, sums, found).visit(scalar):
         return None
     parts = (*found.terms, *found.between)
     writers = {user for node in parts for user in node.users if node in mutated_by(user)}
@@ -127,6 +132,7 @@ class _TermSearch:
     traced: TracedGraph
     arguments: ArgumentValues
     given: Mapping[Node, Term]
+    sums: Mapping[Node, SampleSum]
     found: Combination
 
     def visit(self, node: Any) -> bool:
@@ -135,7 +141,7 @@ class _TermSearch:
             return type(node) in (int, float) and node == 0  # `sum` begins with it
         if node in self.found.terms or node in self.found.between:
             return True
-        term = self.given.get(node) or self._term(node)
+        term = self.given.get(node) or self._term(node) or self._sum(node) or self._quotient(node)
         if term is not None:
             self.found.terms[node] = term
             return True
@@ -180,6 +186,25 @@ class _TermSearch:
             return self._of_loss(loss, module)
         is_alike = isinstance(value_of(node), torch.Tensor) and self.arguments.is_alike(node)
         return Term(lambda arguments: 1.0, is_mean=False) if is_alike else None
+
+    def _sum(self, node: Node) -> Term | None:
+        if (rows := self.sums.get(node)) is None:
+            return None
+        count = self.arguments.rows(rows) if rows.is_mean else None
+        return None if rows.is_mean and count is None else Term(count, rows.is_mean)
+
+    def _quotient(self, node: Node) -> Term | None:
+        """A combination of sums over a number that arguments tell."""
+        if _name(node) not in _QUOTIENTS or len(node.args) != 2 or node.kwargs:
+            return None
+        above, below = node.args
+        if not isinstance(above, Node) or not isinstance(below, Node) or self._is_factor(below):
+            return None
+        if (divisor := self.arguments.divisor(below, self.sums)) is None:
+            return None
+        parts = combination(self.traced, above, self.arguments, self.given, self.sums)
+        is_sum = parts is not None and all(term.count is None and not term.is_mean for term in parts.terms.values())
+        return Term(divisor[0], True, divisor[1]) if is_sum else None
 
     def _of_loss(self, loss: RowLoss, module: nn.Module | None) -> Term | None:
         if loss.reduction == "sum":

@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import LossError
 from roundpipe.core.layers import OwnKind
 from roundpipe.core.storages import is_plain
 from roundpipe.core.term_shares import TermShares
+from roundpipe.runtime.engine.loss_divisors import LossPart, terms_of
 from roundpipe.runtime.ranks.turns import CallShare
 
 GIVEN_SOMETIMES = (
@@ -112,17 +114,31 @@ class CountedTerms:
         return all(self.shares[microbatch].values())
 
 
-class JointShares(Mapping[str, float]):
-    """What the terms of a microbatch count for over what those of all ranks do; a look waits for the other ranks."""
+def share_of(count: float, total: float, divisor: Callable[[float], float] | None = None) -> float:
+    """What a term counts for by what one microbatch has of what all have, or by what both are divided by.
 
-    def __init__(self, counts: Mapping[str, float], share: CallShare) -> None:
+    A mean over nothing at all stays one.
+    """
+    if divisor is not None:
+        count, total = divisor(count), divisor(total)
+    return count / total if total else 1.0
+
+
+class JointShares(Mapping[str, float]):
+    """What the terms of a microbatch count for over what those of all ranks do; a look waits for the other ranks.
+
+    ``divisors`` are as those of `share_of`, by name of a term.
+    """
+
+    def __init__(
+        self, counts: Mapping[str, float], share: CallShare, divisors: Mapping[str, Callable[[float], float]]
+    ) -> None:
         self._counts = counts
         self._share = share
+        self._divisors = divisors
 
     def __getitem__(self, name: str) -> float:
-        count = self._counts[name]
-        total = self._share.totals()[name]
-        return count / total if total else 1.0  # a mean over nothing at all stays one
+        return share_of(self._counts[name], self._share.totals()[name], self._divisors.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._counts)
@@ -146,6 +162,8 @@ class LossWeights:
         self.own_total: float | None = None
         """Of the call, how many elements the loss is a mean over; None: it is no such mean of the model's own."""
         self.reference = None if mean is None else mean.reference
+        self._terms: dict[int, tuple[float, list[list[LossPart]]]] = {}
+        """By microbatch whose losses count by its samples, its share of these, and the terms of each loss."""
 
     def apply(
         self,
@@ -153,11 +171,12 @@ class LossWeights:
         microbatch: int,
         own: OwnKind | None = None,
         own_mean: OwnMean | None = None,
+        ends: frozenset[Node] = frozenset(),
     ) -> None:
         """Multiply the losses of one microbatch by what they count for, before their backward.
 
         ``own`` is not None if the loss is one that the model has computed itself, ``own_mean`` if it is a mean by
-        shares that are known.
+        shares that are known; ``ends`` are what it was computed from, in autograd's graph.
         """
         mean, weight = self._mean, losses.weight
         if self._counted is not None:
@@ -189,6 +208,8 @@ class LossWeights:
                 raise LossError(GIVEN_SOMETIMES)
             if weight is None:
                 factor = own_mean.shares[microbatch] if own_mean is not None else _share(mean, microbatch)
+                if own_mean is None and mean.total_microbatches > 1:
+                    self._terms[microbatch] = factor, [terms_of(loss, ends) for loss in losses.tensors]
             else:
                 self.total += weight
                 if self.reference is None and weight:
@@ -204,6 +225,11 @@ class LossWeights:
     def is_counted(self) -> bool:
         """Whether the loss is a mean by its targets, as far as they are known before the step."""
         return self._counted is not None or self.own_total is not None
+
+    @property
+    def terms_by_samples(self) -> list[tuple[float, list[list[LossPart]]]]:
+        """Of each microbatch whose losses count by its samples, its share of these, and the terms of each loss."""
+        return [self._terms[microbatch] for microbatch in sorted(self._terms)]
 
     @property
     def has_given(self) -> bool:

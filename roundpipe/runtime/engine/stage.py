@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from roundpipe.core import trees
 from roundpipe.core.backward import backward_from
@@ -28,6 +29,7 @@ from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
 from roundpipe.runtime.engine.host_values import Gradients
+from roundpipe.runtime.engine.loss_divisors import ends_of
 from roundpipe.runtime.engine.losses import Losses, LossWeights, in_small_memory, place_of, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.shared_glue import SharedGlue
@@ -98,11 +100,13 @@ class Stage:
         recorded = RecordedSegment(segment.layers, self._leaves(segment.takes, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
             values = _as_made(recorded.leaves)
-            found = None
+            found: Any = None
+            ends: frozenset[Node] = frozenset()
             for index in segment.layers:
                 bound, is_tail = self.layers[index], spec.tail is not None and index == segment.layers[-1]
                 with learn_writes(bound) if bound.has_buffers else _NOTHING:
                     if is_tail:
+                        ends = self._ends(values)
                         found = self._run_tail(index, values, microbatch, label)
                         break
                     outputs = self._call(index, values, microbatch, "forward")
@@ -112,7 +116,7 @@ class Stage:
                 if spec.tail is None:
                     recorded.outputs, recorded.losses = self.loss(values, microbatch, label)
                 else:
-                    recorded.losses = self._read_losses(lambda: found, microbatch)
+                    recorded.losses = self._read_losses(lambda: found, microbatch, ends)
         return recorded
 
     def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, Losses]:
@@ -125,9 +129,17 @@ class Stage:
             outputs = self.spec.chain.exit(values)
         values.clear()
         with self._shares(microbatch):
-            return outputs, self._read_losses(partial(loss_fn, outputs, label), microbatch, outputs)
+            return outputs, self._read_losses(
+                partial(loss_fn, outputs, label), microbatch, self._ends(outputs), outputs
+            )
 
-    def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
+    def _ends(self, value: Any) -> frozenset[Node]:
+        """What losses are computed from, as far as someone asks."""
+        return frozenset() if self.spec.mean is None else ends_of(value)
+
+    def _read_losses(
+        self, loss_fn: Callable[[], Any], microbatch: int, ends: frozenset[Node], outputs: Any = None
+    ) -> Losses:
         """What a loss function returns, as it counts in the step."""
         tail, counted = self.spec.tail, self.spec.counted
         has_gradient = counted is None or counted.all_count(microbatch)
@@ -139,7 +151,7 @@ class Stage:
             losses.tensors = [*map(in_small_memory, losses.tensors)]
             kind = None if place is None else self.spec.chain.kind_of_loss(place)
             own_mean = None if place is None else self.spec.own_means.get(place)
-            self.weights.apply(losses, microbatch, kind, own_mean)
+            self.weights.apply(losses, microbatch, kind, own_mean, ends if place is None else frozenset())
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses

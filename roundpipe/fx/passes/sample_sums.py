@@ -1,0 +1,102 @@
+"""The scalars of a loss function's graph that are sums or means over all samples, or all tokens, of what each has.
+
+Such a sum adds up over microbatches, whatever the function does to each row. The graph runs on fakes in which sizes
+that differ in the example are different primes where they may vary, so that views tell rows from other dimensions.
+
+Invariant: what is not known to be made row by row is not among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from roundpipe.core.tiling import Rows
+from roundpipe.fx.fakes import static_mode
+from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.rows import RowWatch
+from roundpipe.fx.sizes import flat_tensors
+
+_SMALLEST = 101
+"""Larger than most sizes that are written in code."""
+Forms = Mapping[Node, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSum:
+    """A sum or mean over the samples, or over the elements of their first two dimensions."""
+
+    is_mean: bool
+    arguments: tuple[Node, ...]
+    """Those whose leading sizes are the number of rows."""
+    num_axes: int
+    """How many of these sizes are."""
+
+
+def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[Node]) -> dict[Node, SampleSum]:
+    """The nodes that are one.
+
+    Args:
+        loss: the graph of a `LossCall`.
+        outputs: its arguments that the model has made of the samples.
+        whole: its arguments that each microbatch has as a whole.
+    """
+    tensors = {node: value for node in loss.placeholders if isinstance(value := value_of(node), torch.Tensor)}
+    shapes = {node: tuple(map(hint, tensor.shape)) for node, tensor in tensors.items()}
+    fixed = {size for tensor in tensors.values() for size in tensor.shape if isinstance(size, int)}
+    primes = (int(sympy.prime(position)) for position in itertools.count(int(sympy.primepi(_SMALLEST))))
+    varying = {size for shape in shapes.values() for size in shape if size > 1} - fixed
+    sizes = dict(zip(sorted(varying), primes, strict=False))
+    moved = {node: tuple(sizes.get(size, size) for size in shape) for node, shape in shapes.items()}
+    batched = [moved[node] for node in outputs if isinstance((*tensors[node].shape, 0)[0], torch.SymInt)]
+    found: dict[Node, SampleSum] = {}
+    for number in (1, 2):
+        for axes in {shape[:number]: None for shape in batched if len(shape) >= number and min(shape[:number]) > 1}:
+            with_rows = tuple(n for n, shape in moved.items() if shape[:number] == axes and n not in whole)
+            found.update(
+                _over(loss, {node: (shape, tensors[node].dtype) for node, shape in moved.items()}, with_rows, number)
+            )
+    return found
+
+
+def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
+    """Those over the rows of some arguments, which are counted by their leading dimensions."""
+    with static_mode(), torch.no_grad():
+        arguments = {node: torch.empty(shape, dtype=dtype) for node, (shape, dtype) in forms.items()}
+        leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
+        tensors = [arguments[node] for node in with_rows]
+        rows = [(tensor, (*leading, *(None,) * (tensor.ndim - num_axes))) for tensor in tensors]
+        run, watch = _FakeRun(loss, arguments), RowWatch(tensors[0].shape[:num_axes], rows, ())
+        with suppress(Exception), watch:  # these sizes may not fit the code behind
+            for node in loss.graph.nodes:
+                if node.op != "output":
+                    run.values[node] = run.run_node(node)
+    of_calls = ((node, flat_tensors(value)) for node, value in run.values.items() if node.op.startswith("call_"))
+    found = {node: watch.found(tensors[0]) for node, tensors in of_calls if len(tensors) == 1}
+    return {
+        node: SampleSum(kind == "mean", with_rows, num_axes) for node, kind in found.items() if isinstance(kind, str)
+    }
+
+
+class _FakeRun(GraphInterpreter):
+    def __init__(self, loss: TracedGraph, arguments: Mapping[Node, torch.Tensor]) -> None:
+        super().__init__()
+        self._loss, self._arguments = loss, arguments
+
+    def placeholder(self, node: Node) -> Any:
+        return self._arguments.get(node)
+
+    def get_attr(self, node: Node) -> Any:
+        return self._loss.attribute(str(node.target))
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        return self._loss.attribute(str(node.target))(*args, **kwargs)

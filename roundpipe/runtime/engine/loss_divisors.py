@@ -1,0 +1,200 @@
+"""What a loss of one microbatch is divided by, as autograd's graph of it shows.
+
+Losses that are averaged by samples make up the loss of the batch if each term's divisor is in proportion to these. The
+graph is read from the loss down to the reduction of each term; nothing runs, and nothing large is kept.
+
+Private to torch, and asked for here alone: names of autograd's nodes, what they save, and the shapes of what they made.
+`tests/runtime/test_loss_divisors.py` says what is expected of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from roundpipe.core import trees
+
+Verdict = Literal["right", "not by samples", "not linear", "sum", "unknown"]
+"""Of losses that were averaged by samples: whether that is the loss of the batch, and if not, why."""
+
+_PASSING = frozenset("ToCopy Clone Alias Squeeze Unsqueeze View UnsafeView ReshapeAlias Neg".split())
+_BENT = frozenset("Sqrt Rsqrt Pow Exp Expm1 Log Log1p Log2 Log10 Reciprocal Tanh Sigmoid Softplus LogSigmoid".split())
+"""Functions of a scalar that no mean goes through."""
+_MEAN, _SUM = 1, 2
+"""Reductions as torch's losses save them."""
+_EXACT, _HALF = 1e-6, 1e-2
+"""How far divisors may be from the proportion, by their precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossPart:
+    """A reduction among those that a loss adds up."""
+
+    kind: Literal["divided", "sum", "not linear", "unknown"]
+    """``"sum"`` is one of torch's losses by ``reduction="sum"``, divided by nothing."""
+    divisors: tuple[float | torch.Tensor, ...] = ()
+
+    def divisor(self) -> float:
+        """Waits for the device."""
+        return math.prod(map(float, self.divisors), start=1.0)
+
+
+def ends_of(value: Any) -> frozenset[Node]:
+    """The nodes of autograd's graph that made the tensors in a value, such as a model's outputs."""
+    return frozenset(get_gradient_edge(each).node for each in trees.tensors(value) if each.requires_grad)
+
+
+def terms_of(loss: torch.Tensor, ends: frozenset[Node] = frozenset()) -> list[LossPart]:
+    """The terms of a loss that depend on the ends, or on anything that requires grad if there are none."""
+    if not loss.requires_grad:
+        return [LossPart("unknown")]
+    walk = _GradientWalk(ends)
+    walk.visit((loss.grad_fn, loss.output_nr), ())
+    return walk.found
+
+
+def verdict(microbatches: Sequence[Sequence[LossPart]], shares: Sequence[float]) -> Verdict:
+    """Whether losses with these terms, averaged by shares of samples, are that of the batch."""
+    if len({len(terms) for terms in microbatches}) > 1:
+        return "unknown"
+    each = [_of_term(terms, shares) for terms in zip(*microbatches, strict=True)]
+    if len(each) > 1 and "sum" in each:
+        return "sum" if set(each) == {"sum"} else "not by samples"
+    order: tuple[Verdict, ...] = ("not by samples", "not linear", "sum", "unknown")
+    return next((kind for kind in order if kind in each), "right")
+
+
+def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
+    kinds = {term.kind for term in terms}
+    if len(kinds) > 1 or kinds == {"unknown"}:
+        return "unknown"
+    if kinds == {"not linear"}:
+        return "not linear"
+    if kinds == {"sum"}:
+        return "sum"
+    half = (torch.float16, torch.bfloat16)
+    is_half = any(isinstance(each, torch.Tensor) and each.dtype in half for term in terms for each in term.divisors)
+    per_sample = [term.divisor() / share for term, share in zip(terms, shares, strict=True)]
+    tolerance = _HALF if is_half else _EXACT
+    is_even = all(math.isclose(each, per_sample[0], rel_tol=tolerance) for each in per_sample)
+    return "right" if is_even else "not by samples"
+
+
+Edge = tuple[Any, int]
+"""A node of autograd's graph, and which of its results."""
+
+
+@dataclass(slots=True)
+class _GradientWalk:
+    ends: frozenset[Node]
+    found: list[LossPart] = field(default_factory=list)
+    _reaching: dict[Node, bool] = field(default_factory=dict)
+
+    def visit(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
+        """Find the terms of a scalar that the loss has, divided by some numbers."""
+        node = edge[0]
+        if node is None or not self._reaches(node):  # the same for every microbatch
+            return
+        name, edges = _name(node), node.next_functions
+        if node in self.ends or _shape(edge) and name not in _PASSING:
+            self.found.append(LossPart("unknown"))
+        elif name in _PASSING:
+            self.visit(edges[0], divisors)
+        elif name in ("Add", "Sub", "Rsub"):
+            for each in edges:
+                self.visit(each, divisors)
+        elif name in ("Mul", "Div"):
+            self._visit_scaled(node, name, divisors)
+        elif name in ("Sum", "Mean") and not _shape(edges[0]):
+            self.visit(edges[0], divisors)
+        elif name in ("Sum", "Mean") and _name(edges[0][0]) in ("Stack", "Cat"):
+            number = (float(math.prod(_shape(edges[0]))),) if name == "Mean" else ()
+            for each in edges[0][0].next_functions:
+                self.visit(each, (*divisors, *number))
+        elif name in ("Sum", "Mean"):
+            self._reduced(edge, divisors)
+        elif getattr(node, "_saved_reduction", None) in (_MEAN, _SUM):
+            self._torchs_loss(node, divisors)
+        else:
+            is_bent = name in _BENT and not _shape(edges[0])
+            self.found.append(LossPart("not linear" if is_bent and self._is_certain else "unknown"))
+
+    @property
+    def _is_certain(self) -> bool:
+        """Whether a term that is found is known to be made of outputs, not of weights alone."""
+        return bool(self.ends)
+
+    def _visit_scaled(self, node: Any, name: str, divisors: tuple[float | torch.Tensor, ...]) -> None:
+        """A product or quotient of scalars."""
+        first, second, *_ = *(each is not None and self._reaches(each) for each, _ in node.next_functions), False
+        if name == "Div" and first:
+            self.visit(node.next_functions[0], (*divisors, _small(node._saved_other)))
+        elif name == "Mul" and first != second:
+            factor = node._saved_other if first else node._saved_self
+            self.visit(node.next_functions[second], (*divisors, 1 / _small(factor)))
+        else:
+            self.found.append(LossPart("not linear" if self._is_certain else "unknown"))
+
+    def _torchs_loss(self, node: Any, divisors: tuple[float | torch.Tensor, ...]) -> None:
+        if node._saved_reduction == _SUM:
+            self.found.append(LossPart("divided", divisors) if divisors else LossPart("sum"))
+            return
+        weight = getattr(node, "_saved_total_weight", None)
+        number = float(math.prod(_shape(node.next_functions[0]))) if weight is None else _small(weight)
+        self.found.append(LossPart("divided", (*divisors, number)))
+
+    def _reduced(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
+        """A sum or mean over elements, or one of another over some of their dimensions."""
+        while (name := _name(edge[0])) in ("Sum", "Mean", *_PASSING) and edge[0] not in self.ends:
+            (source,) = edge[0].next_functions
+            if name == "Mean":
+                divisors = (*divisors, math.prod(_shape(source)) / max(math.prod(_shape(edge)), 1))
+            edge = source
+        is_known = bool(divisors) and not self._has_scalars(edge[0])
+        self.found.append(LossPart("divided", divisors) if is_known else LossPart("unknown"))
+
+    def _has_scalars(self, node: Any) -> bool:
+        """Whether elements are made of scalars that outputs were reduced to before, such as losses in a row."""
+        return any(not _shape((each, 0)) and self._reaches(each) for each in self._behind(node))
+
+    def _reaches(self, node: Any) -> bool:
+        """Whether what a node makes depends on outputs."""
+        if not self.ends:
+            return True
+        if node not in self._reaching:
+            self._reaching[node] = any(each in self.ends for each in self._behind(node))
+        return self._reaching[node]
+
+    def _behind(self, node: Any) -> Iterator[Any]:
+        """The nodes from one to the model's outputs, or to leaves."""
+        pending, seen = [node], {None}
+        while pending:
+            if (one := pending.pop()) not in seen:
+                seen.add(one)
+                yield one
+                if one not in self.ends:
+                    pending += [each for each, _ in one.next_functions]
+
+
+def _name(node: Any) -> str:
+    """``"Div"`` for torch's ``DivBackward0``; none for functions that torch does not have."""
+    found = None if node is None else re.fullmatch(r"(\w+?)Backward\d+", node.name())
+    return "" if found is None else found[1]
+
+
+def _shape(edge: Edge) -> Sequence[int]:
+    """Of what a node made."""
+    node, index = edge
+    variable = getattr(node, "variable", None)
+    return tuple(node._input_metadata[index].shape if variable is None else variable.shape)
+
+
+def _small(scalar: torch.Tensor | float) -> torch.Tensor | float:
+    """A scalar in memory of its own, without autograd."""
+    return scalar.detach().clone() if isinstance(scalar, torch.Tensor) else scalar
