@@ -67,7 +67,11 @@ def measure(way: str, options: argparse.Namespace) -> Run:
     devices = [roundpipe.Device(name, **given) for name, given in zip(names, limits, strict=True)]
     net = nn.Sequential(*(Block(options.width) for _ in range(options.blocks))).to(dtype)
     whole = roundpipe.ExecutePlan([], (0, options.blocks), []) if options.one_stage else None
-    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches, execute_plan=whole)
+    config = roundpipe.RoundPipeRunConfig(
+        num_microbatch=options.microbatches,
+        execute_plan=whole,
+        preserve_rng_state=False,  # blocks draw nothing; a module wrapped by hand may, and calls wait for its last run
+    )
     inputs = torch.randn(options.microbatches, options.tokens, options.width).to(dtype)
     with roundpipe.RoundPipe(net, torch.float32, "net", config, way, devices=devices) as model:
         optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-4, fused=True)

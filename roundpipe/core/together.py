@@ -31,8 +31,13 @@ class Together:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        copy_all(self._copies)
-        add_all(self._sums)
+        self.finish()
+
+    def finish(self) -> None:
+        """Do what is noted so far."""
+        copies, sums, self._copies, self._sums = self._copies, self._sums, [], []
+        copy_all(copies)
+        add_all(sums)
 
     def copy(self, written: torch.Tensor, read: torch.Tensor) -> None:
         """Copy the second tensor into the first, which may have another dtype."""
@@ -43,8 +48,8 @@ class Together:
 
     def add(self, written: torch.Tensor, read: torch.Tensor) -> None:
         """Add the second tensor, which may have another dtype, to the first."""
-        is_small = written.device.type != "cpu" or written.numel() <= PIECE_ELEMENTS
-        if is_small and is_plain(written) and is_plain(read):
+        is_whole = written.dtype == read.dtype or written.device.type != "cpu" or written.numel() <= PIECE_ELEMENTS
+        if is_whole and is_plain(written) and is_plain(read):
             self._sums.append((written, read))
         else:
             add_converted(written, read)
@@ -60,6 +65,18 @@ def add_all(pairs: Pairs) -> None:
     """Add each pair's second tensor to the first."""
     for written, read in _alike(pairs):
         torch._foreach_add_(written, read)
+
+
+def scale_all(tensors: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply each by a number; on the host in one call."""
+    here: list[torch.Tensor] = []
+    for tensor in tensors:
+        if is_plain(tensor) and tensor.device.type == "cpu" and tensor.dim():
+            here.append(tensor)
+        else:
+            tensor.mul_(factor)
+    if here:  # a number would be rounded to the tensors' dtype
+        torch._foreach_mul_(here, torch.tensor(factor, dtype=torch.float64))
 
 
 def add_converted(written: torch.Tensor, read: torch.Tensor) -> None:

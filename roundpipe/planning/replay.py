@@ -8,9 +8,8 @@ bandwidth. What lives on a device is updated there behind the step's jobs.
 
 The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home, behind
 which the worker's next job is released, and are converted into the optimizer's; the update begins when all are and its
-thread has written the weights of the update before into the model, which it does when the step is made, layer
-by layer behind their last uploads; the next step brings up what is written. A worker brings up the weights of its next
-job before it runs one, so it waits for both.
+thread has written the weights of the update before into the model, which it does when the step is made, behind
+the last uploads, the layers that the next step needs first before the others; the next step brings up what is written.
 
 Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
 """
@@ -129,9 +128,9 @@ class StepReplay:
         losses: list[Node] = []
         forwards: list[Node] = []
         others: list[Node] = []
-        gates: list[Node | None] = [None] * (len(schedule.jobs) + schedule.num_workers)
+        gates: list[Node | None] = [None] * len(schedule.jobs)
         if before is not None and self._update_bytes:
-            gates[: len(schedule.jobs)] = [self._add_gate(step, job, before, updated) for job in schedule.jobs]
+            gates = [self._add_gate(step, job, before, updated) for job in schedule.jobs]
             self._queue.add(before.exchanged, *dict.fromkeys(step.handed_over.values()))
         for position, job in enumerate(schedule.jobs):
             if job.replica == 0:
@@ -140,9 +139,8 @@ class StepReplay:
             weights = self._add_weights(step, position, gate)
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
-            own_gates = tuple(one for one in (gate, gates[position + schedule.num_workers]) if one is not None)
             waits = JobWaits(
-                losses_before, step.start, weights, own_gates, earlier[-1] if earlier else None, step.lost_s[-1]
+                losses_before, step.start, weights, gate, earlier[-1] if earlier else None, step.lost_s[-1]
             )
             last, forward = self._add_ops(step, position, waits, inputs, outputs)
             forwards += [] if forward is None else [forward]
@@ -284,7 +282,7 @@ class StepReplay:
         kept_bytes = self._on_host[position].kept_bytes
         up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_runs[job.worker]
         begin_s = [self._profile.visit_s]
-        blocks = [*waits.gates, *([] if waits.before is None else [waits.before.released])]
+        blocks = [] if waits.before is None else [waits.before.released]
 
         def add(
             seconds: float, values: Node, producer: Node | None, is_last: bool, activity: Activity = "compute"
@@ -331,7 +329,7 @@ class StepReplay:
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s
         if op.started_s > since:
-            gates = waits.gates if inputs or producer is None else (*waits.gates, waits.start)
+            gates = (waits.gate,) if inputs or producer is None else (waits.gate, waits.start)
             released = None if waits.before is None else waits.before.released
             marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
                 ("gradients", (released,)),

@@ -66,8 +66,8 @@ class JobWaits(NamedTuple):
     losses: Node | None
     start: Node
     weights: Node
-    gates: tuple[Node, ...]
-    """When the new weights of this job and of the next one on its worker are in the model."""
+    gate: Node | None
+    """When the job's new weights are in the model."""
     before: EarlierJob | None
     lost_s: dict[Cause, float]
 

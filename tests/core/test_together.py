@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roundpipe.core import together as module
-from roundpipe.core.together import Together, add_all, add_converted, copy_all
+from roundpipe.core.together import Together, add_all, add_converted, copy_all, scale_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +43,16 @@ def test_a_sum_in_pieces_is_that_of_the_whole(monkeypatch):
         assert found._version > version
 
 
+def test_products_are_those_of_one_call_each():
+    together, alone = ([written for written, _ in pairs_of(4)] for _ in range(2))
+    for each in together, alone:
+        each.append(torch.eye(3).to_sparse().coalesce())
+    scale_all(together, 0.3)
+    for found, expected in zip(together, alone, strict=True):
+        expected.mul_(0.3)
+        assert torch.equal(found.to_dense(), expected.to_dense()) and found.dtype == expected.dtype
+
+
 def test_nothing_is_nothing():
     copy_all([])
     add_all([])
@@ -56,6 +66,22 @@ def test_what_was_noted_is_done_whatever_is_raised():
         assert not written.any()
         raise ZeroDivisionError
     assert written.tolist() == [1, 1, 1] and sums.tolist() == [2, 2]
+
+
+def test_sums_into_one_tensor_are_made_one_behind_the_other(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", 2)
+    calls, really_add = [], torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda *given: (calls.append(1), really_add(*given)))
+    written, read = torch.ones(3).bfloat16(), torch.full((3,), 2.0**-8).bfloat16()
+    with Together() as together:
+        for _ in range(3):
+            together.add(written, read)
+        together.finish()
+        together.add(written, read)
+    expected = torch.ones(3).bfloat16()
+    for _ in range(4):
+        expected.add_(read)
+    assert torch.equal(written, expected) and len(calls) == 2
 
 
 def test_what_was_noted_is_what_one_call_each_does(monkeypatch):

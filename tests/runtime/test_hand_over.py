@@ -10,9 +10,16 @@ from torch import nn
 import roundpipe
 from roundpipe.core.together import Together
 from roundpipe.runtime.device import host_limit
-from roundpipe.runtime.weights.banks import EarlyGradient
+from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.weights.banks import Banks, EarlyGradient
+from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.residency import Download
 from tests.repeats import repeats
-from tests.runtime.models import assert_equal_bits, config, square_loss
+from tests.runtime.cases_overlap import LR, in_asynchronous_steps, stale_loop, train
+from tests.runtime.cases_overlap import build as build_held
+from tests.runtime.models import assert_equal_bits, batch, config, square_loss
 
 pytestmark = pytest.mark.timeout(60)
 WIDTH = 8
@@ -256,3 +263,95 @@ def test_a_worker_does_not_wait_for_gradients_that_are_converted():
         assert waits == [True] * 4
         for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(found.grad, wanted.grad)
+
+
+def test_weights_that_the_next_round_needs_first_are_handed_over_first():
+    """All have been uploaded for the last time when the step is made; the first stage's last backward still runs."""
+    model = build_held(held=1)
+    with in_asynchronous_steps(model, 1) as piped:
+        opened = []
+        gate = piped._session.optimizer._gates.weights  # in which order weights are written shows nowhere else
+        really_open = gate.open
+        gate.open = lambda parameters: (opened.extend(given := [*parameters]), really_open(given))
+        hold = model[1].switch
+        hold.may_go.clear()
+        train(piped, batch(), plan=roundpipe.ExecutePlan([(0, 2)], (2, 4), [(0, 2)]))
+        piped.step(lambda: None)
+        gate.wait(parameters := list(model.parameters()), "the test")
+        hold.may_go.set()
+        numbers = [next(i for i, each in enumerate(parameters) if each is one) for one in opened]
+        assert numbers[: len(parameters)] == list(range(len(parameters)))
+
+
+def test_what_steps_have_in_the_same_jobs_is_converted_in_one_call(monkeypatch):
+    """However large: between two calls a thread waits for its turn to run Python."""
+    pairs = [ParameterPair([str(index)], nn.Parameter(torch.zeros(2**22).bfloat16())) for index in range(3)]
+    for pair in pairs:
+        pair.make_copy(torch.float32)
+        pair.banks = Banks(pair.parameter, pair.parameter.data, torch.empty_like(pair.parameter.data))
+        pair.parameter.grad = torch.ones(2**22).bfloat16()
+    calls = []
+    for name in ("_foreach_copy_", "_foreach_mul_", "_foreach_add_"):
+        call = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, call=call: (calls.append(1), call(*given)))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *given: pytest.fail("one tensor alone"))
+    hand_over = HandOver(Gates(), HostLog("optimizer"))
+
+    def num_calls(call):
+        calls.clear()
+        call()
+        return len(calls)
+
+    with torch.no_grad():
+        torch._foreach_add_([pair.copy for pair in pairs], 1)
+    assert num_calls(lambda: hand_over.exchange(pairs, (), True)) == 2  # weights and gradients
+    assert all((pair.parameter == 1).all() and (pair.copy.grad == 1).all() for pair in pairs)
+    assert num_calls(lambda: hand_over.stage(pairs)) == 1 and all(pair.is_staged for pair in pairs)
+    download = Download(gradients=[(pair.parameter, pair.parameter, torch.ones(2**22).bfloat16()) for pair in pairs])
+    assert num_calls(lambda: download.settle(0.5)) == 1
+    download = Download(gradients=[(pair.parameter, pair.parameter, torch.ones(2**22).bfloat16()) for pair in pairs])
+    assert num_calls(lambda: download.settle(0.5)) == 2
+    assert all((pair.parameter.grad == 1).all() for pair in pairs)
+
+
+def test_a_stage_runs_while_the_next_ones_weights_are_handed_over():
+    """The last layers are written once the next round has run the first microbatch through the first ones."""
+    model, expected = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double() for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    has_run, waited = threading.Event(), []
+    has_all, is_written = threading.Event(), threading.Event()
+
+    def wait_in_backward(_):
+        """All weights are on the device, and the round is not over, when the last layers' are to be written."""
+        has_all.set()
+        is_written.wait(20)
+
+    with in_asynchronous_steps(model, 1) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        hand_over = piped._session.optimizer._hand_over  # what is written when shows nowhere else
+        write = hand_over.write_weights
+
+        def write_late(pairs, swaps=False):
+            if any(pair.parameter is model[3].weight for pair in pairs):
+                is_written.set()
+                waited.append(has_run.wait(20))
+            write(pairs, swaps)
+
+        def one_step(seed):
+            train(piped, batch(seed=seed), plan=roundpipe.ExecutePlan([(0, 2)], (2, 4), [(0, 2)]))
+            assert hook is None or has_all.wait(20)
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+        hook = None
+        one_step(0)
+        hand_over.write_weights = write_late
+        hook = model[0].weight.register_hook(wait_in_backward)
+        one_step(1)
+        hook.remove()
+        model[1].register_forward_hook(lambda *_: None if roundpipe.doing_recompute() else has_run.set())
+        one_step(2)
+        assert waited and all(waited)
+        piped.synchronize()
+        wanted = stale_loop(expected, [batch(seed=seed) for seed in range(3)], 3, 1)
+        for found, each in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(found.detach(), each)

@@ -90,7 +90,7 @@ class Running:
         self.has_added = lambda jobs: gate.is_open([parameter])
 
     def turns(self, parameter):
-        return 0, 0
+        return 0, 0, 0
 
     def jobs_of(self, parameters):
         return [0], [0]

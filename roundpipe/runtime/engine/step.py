@@ -314,12 +314,12 @@ class StepState:
 
     # The optimizer's thread, see `ParameterUse`
 
-    def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
+    def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         uploads, adds = self._jobs_of.get(parameter, ((), ()))  # in their order
-        first = self._first_job
+        schedule, first = self.spec.schedule, self._first_job
         # a job's weights come up while the worker's job before it runs
-        last_upload = (uploads[-1] if uploads else first) - self.spec.schedule.num_workers
-        return last_upload, adds[-1] if adds else first
+        last_upload = (uploads[-1] if uploads else first) - schedule.num_workers
+        return uploads[0] if uploads else schedule.next_job, last_upload, adds[-1] if adds else first
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
         known = self._jobs_of

@@ -179,13 +179,13 @@ class Worker:
             self._make_room(step.spec)
             behind: Task | None = None
             for position, task in enumerate(tasks):
-                if task.kind is TaskKind.PREFETCH and self._can_run(step, tasks[position + 1]):
-                    behind = task  # values of the present job would wait on the link until these weights are there
+                if task.kind is TaskKind.PREFETCH and self._goes_first(step, tasks[position + 1], task):
+                    behind = task
                     continue
                 if position > last_prefetch and behind is None:
                     self._look_ahead()
                 self._execute(step, task)
-                if behind is not None and (self.pace.is_filled or not self._can_run(step, tasks[position + 1])):
+                if behind is not None and not self._goes_first(step, tasks[position + 1], behind):
                     self._execute(step, behind)
                     behind = None
             if not step.spec.may_outlive_call:
@@ -249,8 +249,7 @@ class Worker:
         is_there = all(self.arena.residents.has_all(weights[index], stays[index]) for index in job.layers)
         if following.failed or following.kept.shortage or not has_room or not is_there:
             return
-        parameters = (tensor for index in job.layers for tensor in weights[index].parameters())
-        if not self._gates.weights.is_open(parameters, following.closings[0]):
+        if not self._may_upload(following, job):
             return
         try:
             self._prefetch(following, job)
@@ -298,12 +297,26 @@ class Worker:
         opened.stage = self._enter(step, opened)
         self._runner.run_again(step, opened.job, opened.stage, opened.visit, microbatch)
 
-    def _can_run(self, step: StepState, task: Task) -> bool:
-        """Whether a task is a run that a device beside its worker can begin with: it waits for no other worker."""
-        if not self.pace.has_lanes or task.microbatch is None or task.job_index not in self._open:
+    def _goes_first(self, step: StepState, task: Task, prefetch: Task) -> bool:
+        """Whether a task of an open visit goes before the next one's weights come up.
+
+        It does while the optimizer's thread has these. So does a run that a device beside its worker can begin with,
+        until the device has enough to do: its values would wait on the link until the weights are there.
+        """
+        opened, schedule = self._open.get(task.job_index), step.spec.schedule
+        if opened is None or task.kind is TaskKind.PREFETCH:
             return False
-        before = step.spec.schedule.before(self._open[task.job_index].job, task.microbatch)
-        return step.is_done(before, task.microbatch)
+        if task.microbatch is not None:
+            if not step.is_done(schedule.before(opened.job, task.microbatch), task.microbatch):
+                return False  # it waits for another worker
+            if self.pace.has_lanes and (opened.stage is None or not self.pace.is_filled):
+                return True
+        return not self._may_upload(step, schedule.job(prefetch.job_index))
+
+    def _may_upload(self, step: StepState, job: Job) -> bool:
+        """Whether the optimizer's thread has given a job's weights back."""
+        parameters = (tensor for index in job.layers for tensor in step.spec.weights[index].parameters())
+        return self._gates.weights.is_open(parameters, step.closings[0])
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         busy = {id(layer.replica) for opened in self._open.values() for layer in opened.visit.layers}

@@ -1,9 +1,12 @@
 """Hands over between the model and the optimizer: new weights in, gradients out, by groups of parameters.
 
 While steps run, a group's weights are written after their last upload, and its gradients taken once all have been
-added. Groups go in the order in which the steps are done with them. Weights that were made ready behind the update
-before, in second memory, only change places. What lives on a device (`roundpipe.runtime.weights.twins`) is one group
-per turn: its work is given to the device in a few launches, and nothing waits until it is done.
+added. Of weights that may be written, those go first that the next step needs first; gradients go in the order in which
+the steps are done with them. A group is what steps have in the same jobs, since a stage waits for all of its weights:
+one call converts it, beside which other threads run Python; between calls this one has to wait for its turn. Weights
+that were made ready behind the update before, in second memory, only change places. What lives on a device
+(`roundpipe.runtime.weights.twins`) is one group per turn: its work is given to the device in a few launches, and
+nothing waits until it is done.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.parameter_pair import (
     ParameterPair,
     follow_twins,
+    stage_all,
     take_gradients,
     write_all,
     write_twins,
 )
 from roundpipe.runtime.weights.twins import Twins
 
-HAND_OVER_BYTES = 16 * 1024**2
-"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
+HAND_OVER_BYTES = 1024**3
+"""Of copies in a group, at most, but for a parameter that has more: to convert them takes longer than a turn to run
+Python, 5 ms, and other ranks get gradients before all are converted.
+"""
 
 
 @dataclass(slots=True)
@@ -38,14 +44,20 @@ class _Group:
     """Parameters that are handed over at once, and what the steps that are running do with them."""
 
     pairs: list[ParameterPair]
-    turn: tuple[int, int]
+    turns: tuple[int, ...]
+    """When the steps first read their weights, are done with them, and with their gradients."""
     jobs: list[tuple[ParameterUse, list[int], list[int]]]
     """Per step, the jobs that upload them and those that add to their gradients."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether they live on a device."""
+        return self.pairs[0].twin is not None
 
     def uploads(self) -> list[Event] | None:
         """The events after which they are on their devices, or not read any more; None: there are not all of them."""
         events: list[Event] = []
-        if self.pairs[0].twin is not None:  # read where they are, to the end of each job
+        if self.is_there:  # read where they are, to the end of each job
             return events if all(step.has_added(uploads) for step, uploads, _ in self.jobs) else None
         for step, uploads, _ in self.jobs:
             if (of_step := step.uploads(uploads)) is None:
@@ -59,31 +71,6 @@ class _Group:
 
     def is_added(self) -> bool:
         return all(step.has_added(adds) for step, _, adds in self.jobs)
-
-
-class _Writes:
-    """Groups whose weights are to be written, in the order in which the steps are done with them.
-
-    Those on a device, which are done with when they were last used, and those that were uploaded don't wait for each
-    other.
-    """
-
-    def __init__(self, groups: Iterable[_Group]) -> None:
-        ordered = sorted(groups, key=lambda group: group.turn[0])
-        there = deque(group for group in ordered if group.pairs[0].twin is not None)
-        self._queues = [there, deque(group for group in ordered if group.pairs[0].twin is None)]
-
-    def __bool__(self) -> bool:
-        return any(self._queues)
-
-    def next(self) -> list[_Group]:
-        """The first of each."""
-        return [queue[0] for queue in self._queues if queue]
-
-    def take(self) -> _Group | None:
-        """One that can be written, if there is one."""
-        ready = next((queue for queue in self._queues if queue and queue[0].is_uploaded()), None)
-        return None if ready is None else ready.popleft()
 
 
 class HandOver:
@@ -116,12 +103,13 @@ class HandOver:
         if self._twins is not None:
             self._twins.wait_followed()
         groups = _groups_by_turn(pairs, steps)
-        to_write = _Writes(groups)
-        to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
+        to_write = sorted(groups, key=lambda group: (not group.is_there, group.turns[0]))
+        to_take = deque(sorted(groups, key=lambda group: group.turns[2]))
         if swaps:  # of an asynchronous step
             self._log.begun("begin")
         while to_write or to_take:
-            if (ready := to_write.take()) is not None:
+            if (ready := next((group for group in to_write if group.is_uploaded()), None)) is not None:
+                to_write.remove(ready)
                 group = ready.pairs
                 if ranks is not None and ranks.moves_weights:
                     ranks.released(group)
@@ -142,7 +130,7 @@ class HandOver:
                 self._gates.gradients.open(pair.parameter for pair in group)
             else:
                 with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
-                    self._wait(to_write.next(), to_take[0] if to_take else None)
+                    self._wait(to_write, to_take[0] if to_take else None)
 
     def _wait(self, to_write: Sequence[_Group], to_take: _Group | None) -> None:
         """Until gradients can be taken or, once all uploads of some of these have begun, weights can be written."""
@@ -188,8 +176,7 @@ class HandOver:
         """Convert weights that an update has made, for those that have memory for it beside the model's."""
         for group in _groups(pair for pair in pairs if pair.banks is not None):
             with self._log.doing("hand-over", "weights made ready", bytes=_model_bytes(group)):
-                for pair in group:
-                    pair.stage_weights()
+                stage_all(group)
 
 
 def _model_bytes(group: Iterable[ParameterPair]) -> int:
@@ -214,12 +201,12 @@ def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
 
 
 def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
-    by_turn: defaultdict[tuple[int, int], list[ParameterPair]] = defaultdict(list)
+    by_turn: defaultdict[tuple[int, ...], list[ParameterPair]] = defaultdict(list)
     for pair in pairs:
-        uploads, adds = zip((0, 0), *(step.turns(pair.parameter) for step in steps), strict=True)
-        by_turn[max(uploads), max(adds)].append(pair)
+        of_steps = [step.turns(pair.parameter) for step in steps]
+        by_turn[tuple(map(max, zip((0, 0, 0), *of_steps, strict=True)))].append(pair)
     return [
-        _Group(group, turn, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
-        for turn, alike in by_turn.items()
+        _Group(group, turns, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
+        for turns, alike in by_turn.items()
         for group in _groups(alike)
     ]

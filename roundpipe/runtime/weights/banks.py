@@ -23,7 +23,7 @@ class Banks:
     own: torch.Tensor
     second: torch.Tensor
     staged: Fingerprint | None = None
-    """What `stage` has converted."""
+    """What `stage` has had converted."""
 
     @property
     def other(self) -> torch.Tensor | None:
@@ -36,11 +36,14 @@ class Banks:
             return self.second
         return self.own if address == self.second.data_ptr() else None
 
-    def stage(self, copy: torch.Tensor) -> None:
-        """Write the optimizer's copy where the parameter does not lie."""
+    def stage(self, copy: torch.Tensor, together: Together) -> None:
+        """Have the optimizer's copy written where the parameter does not lie; `has_staged` is told when it is."""
+        self.staged = None
         if (other := self.other) is not None:
-            self.staged = None
-            other.copy_(copy)
+            together.copy(other, copy)
+
+    def has_staged(self, copy: torch.Tensor) -> None:
+        if self.other is not None:
             self.staged = Fingerprint.of(copy)
 
     def is_ready(self, copy: torch.Tensor | None) -> bool:

@@ -98,8 +98,10 @@ class ParameterUse(Protocol):
     def failed(self) -> bool:
         """Whether an error ended the step, so that its gradients are not whole."""
 
-    def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """When the step is done with a parameter's weights and with its gradient, as numbers to sort by."""
+    def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
+        """When the step first reads a parameter's weights, when it is done with them, and when with its gradient, as
+        numbers to sort by.
+        """
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
         """The jobs that upload some of these, and those that add to their gradients."""

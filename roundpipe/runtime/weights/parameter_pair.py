@@ -195,18 +195,13 @@ class ParameterPair:
         if was_shown:
             self.show_gradient()
 
-    def stage_weights(self) -> None:
-        """Write the copy where `swap_weights` will find it, if there is memory for it."""
-        if self.banks is not None and self.copy is not None and self.twin is None:
-            self.banks.stage(self.copy)
-
     @property
     def is_staged(self) -> bool:
         """Whether `swap_weights` would do what `write_weights` does."""
         return self.banks is not None and self.twin is None and self.banks.is_ready(self.copy)
 
     def swap_weights(self) -> None:
-        """Give the model's parameter the memory that `stage_weights` has written."""
+        """Give the model's parameter the memory that `stage_all` has written."""
         assert self.banks is not None
         self.banks.swap()
         self.agree()
@@ -369,6 +364,16 @@ def write_all(pairs: Iterable[ParameterPair]) -> None:
     finally:
         for pair in written:
             pair.agree()
+
+
+def stage_all(pairs: Iterable[ParameterPair]) -> None:
+    """Write the copies where `ParameterPair.swap_weights` will find them, if there is memory for them."""
+    staged = [(pair.banks, pair.copy) for pair in pairs if pair.banks and pair.copy is not None and pair.twin is None]
+    with Together() as together:
+        for banks, copy in staged:
+            banks.stage(copy, together)
+    for banks, copy in staged:
+        banks.has_staged(copy)
 
 
 def take_gradients(pairs: Iterable[ParameterPair]) -> None:

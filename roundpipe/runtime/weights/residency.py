@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.storages import is_plain
+from roundpipe.core.together import Together, scale_all
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert
 from roundpipe.runtime.weights.known_views import KnownViews
@@ -64,21 +65,26 @@ class Download:
     def settle(self, scale: float = 1.0) -> None:
         """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
         self.wait()
-        with self.on_device, torch.no_grad():
+        with self.on_device, torch.no_grad(), Together() as together:
             for parameter, dtype in self.dtypes:
                 convert(parameter, dtype)
+            if scale != 1:
+                scale_all((gradient for _, _, gradient in self.gradients), scale)
             for _, holder, gradient in self.gradients:
-                _add_gradient(holder, gradient if scale == 1 else gradient.mul_(scale))
+                _add_gradient(holder, gradient, together)
             for attributes, value in self.buffers:
                 for attribute in attributes:
                     write_buffer(attribute, value)
 
 
-def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor, together: Together) -> None:
     if parameter.dtype != gradient.dtype:  # the forward's visit may still be on its way here
+        together.finish()
         convert(parameter, gradient.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif gradient.device.type == "cpu" and is_plain(gradient) and is_plain(parameter.grad):
+        together.add(parameter.grad, gradient)  # of tied weights to the same tensor again, one behind the other
     elif gradient.layout is torch.strided and parameter.grad.layout is torch.strided:
         parameter.grad.add_(gradient)
     else:
