@@ -17,40 +17,47 @@ _TORCHS_OWN = nn.Module.named_modules, nn.Module.modules
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """What ``modules()`` gives, several times as fast in deep trees, of which adapters make many."""
-    found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        inner = waiting.pop()
-        if inner is None or inner in found:
-            continue
-        found[inner] = None
-        if inner._modules:
-            waiting.extend(reversed(inner._modules.values()))
+    found: dict[nn.Module, None] = {module: None}
+    ways = [iter(module._modules.values())]
+    while ways:
+        for child in ways[-1]:
+            if child is None or child in found:
+                continue
+            found[child] = None
+            if below := child._modules:
+                ways.append(iter(below.values()))
+                break
+        else:
+            ways.pop()
     return list(found) if _walks_as_torch(found) else list(module.modules())
 
 
 def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
     """What ``named_modules()`` gives, by the same way."""
-    found: dict[nn.Module, str] = {}
-    waiting = [("", module)]
-    while waiting:
-        name, inner = waiting.pop()
-        if inner in found:
-            continue
-        found[inner] = name
-        if inner._modules:
-            prefix = f"{name}." if name else ""
-            below = reversed(inner._modules.items())
-            waiting += [(prefix + child_name, child) for child_name, child in below if child is not None]
+    found: dict[nn.Module, str] = {module: ""}
+    ways = [("", iter(module._modules.items()))]
+    while ways:
+        prefix, way = ways[-1]
+        for name, child in way:
+            if child is None or child in found:
+                continue
+            found[child] = path = prefix + name
+            if below := child._modules:
+                ways.append((f"{path}.", iter(below.items())))
+                break
+        else:
+            ways.pop()
     if not _walks_as_torch(found):
         return dict(module.named_modules())
-    return {name: inner for inner, name in found.items()}
+    return dict(zip(found.values(), found, strict=True))
 
 
 def places_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """What ``named_modules(remove_duplicate=False)`` gives, fast where no module has two names."""
     named = named_modules_in(module)
-    num_children = sum(child is not None for inner in named.values() for child in inner._modules.values())
+    num_children = sum(
+        child is not None for inner in named.values() if (below := inner._modules) for child in below.values()
+    )
     if num_children + 1 == len(named) and _walks_as_torch(named.values()):
         return list(named.items())
     return list(module.named_modules(remove_duplicate=False))

@@ -43,6 +43,7 @@ _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 _NOT_OWN = frozenset(name for name in OF_TORCH if name in places.REGISTERED or "_hooks" in name)
 """Attributes that every module has of torch, and that hold no state of its own; found faster than by their names."""
 _NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
+_PLAIN = frozenset(trees.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class _Way(NamedTuple):
     by_hooks: bool = False
 
     def inside(self) -> _Way:
-        return self._replace(depth=self.depth + 1)
+        return _Way(self.words, self.depth + 1, self.is_read, self.in_global, self.by_hooks)
 
     def to(self, words: str, is_read: bool, in_global: bool = False) -> _Way:
         return _Way(words, self.depth + 1, is_read, in_global or self.in_global, self.by_hooks)
@@ -110,17 +111,14 @@ class StateWalk:
         kinds = {type(module) for module in modules}
         self._names: frozenset[str] = frozenset().union(*(uses_of_forward(kind).reads for kind in kinds))
         self._names |= uses_of_properties(kinds, self._names).reads
+        passed_over = {kind for kind in kinds if _is_layer_of_torch(kind)}
         visited: set[type] = set()
         for module in modules:
-            if not _is_layer_of_torch(module):
-                way = _Way(type(module).__name__, depth=-1)
-                own = {
-                    key: value for key, value in module.__dict__.items() if key not in _NOT_OWN and "_hooks" not in key
-                }
-                self._visit_named(own, way, self._names)
-                if type(module) not in visited:
-                    visited.add(type(module))
-                    self._visit_class(type(module), _Way(""))
+            if (kind := type(module)) not in passed_over:
+                self._visit_named(module.__dict__, _Way(kind.__name__, depth=-1), self._names, _NOT_OWN)
+                if kind not in visited:
+                    visited.add(kind)
+                    self._visit_class(kind, _Way(""))
         for module in modules:
             for hook in forward_hooks(module) if module._forward_hooks or module._forward_pre_hooks else ():
                 self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
@@ -203,11 +201,16 @@ class StateWalk:
             names = self._names | uses_of_methods(type(owner), self._names).reads
         self._visit_named(attributes, way, names)
 
-    def _visit_named(self, attributes: Mapping[str, Any], way: _Way, names: frozenset[str]) -> None:
-        """Visits attributes, of which some have names that code reads."""
+    def _visit_named(
+        self, attributes: Mapping[str, Any], way: _Way, names: frozenset[str], skipped: frozenset[str] = frozenset()
+    ) -> None:
+        """Visits attributes, of which some have names that code reads; those skipped are torch's, and all hooks are."""
+        depth, by_hooks = way.depth + 1, way.by_hooks
         for key, value in list(attributes.items()):
-            if type(value) not in trees.PLAIN and not isinstance(value, _VALUES):
-                self._visit(value, way.to(f"{way.words}.{key}", key in names))
+            kind = type(value)
+            if kind in _PLAIN or key in skipped or skipped and "_hooks" in key or isinstance(value, _VALUES):
+                continue
+            self._visit(value, _Way(f"{way.words}.{key}", depth, key in names, way.in_global, by_hooks))
 
     def _visit_container(self, value: Any, way: _Way) -> None:
         if len(value) > self._limits.num_items or not self._is_new(value):
@@ -219,7 +222,7 @@ class StateWalk:
             self._visit_items(list(value.values() if isinstance(value, dict) else value), way)
 
     def _visit_items(self, items: Sequence[Any], way: _Way) -> None:
-        if not set(map(type, items)).issubset(trees.PLAIN):
+        if not _PLAIN.issuperset(map(type, items)):
             inside = way.inside()
             for item in items:
                 self._visit(item, inside)
@@ -288,9 +291,9 @@ class StateWalk:
         self._visit_named(own, way, self._names | uses_of_forward(type(module)).reads)
         for name, child in module._modules.items():
             self._visit(child, way.to(f"{way.words}.{name}", is_read=True))
-        if not _is_layer_of_torch(module):
+        if not _is_layer_of_torch(type(module)):
             self._visit_class(type(module), way)
 
 
-def _is_layer_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
+def _is_layer_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.modules.")

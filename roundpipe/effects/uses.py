@@ -135,14 +135,17 @@ _Result = TypeVar("_Result")
 
 def _once_for_each(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
     """Remembers the results of a function of a class, or of a code object, and keeps neither alive."""
-    results: weakref.WeakKeyDictionary[Any, _Result] = weakref.WeakKeyDictionary()
+    results: dict[int, tuple[_Result, weakref.ref[Any]]] = {}
+    """By identity: the hash of a code object is that of all that is in it."""
 
     @functools.wraps(function)
     def remembered(subject: Any) -> _Result:
-        try:
-            return results[subject]
-        except KeyError:
-            return results.setdefault(subject, function(subject))
+        key = id(subject)
+        if (known := results.get(key)) is not None:
+            return known[0]
+        result = function(subject)
+        results[key] = result, weakref.ref(subject, lambda _: results.pop(key, None))
+        return result
 
     return remembered
 
@@ -176,6 +179,7 @@ class CodeUses:
         )
 
 
+@_once_for_each
 def variables_of(code: types.CodeType) -> frozenset[str]:
     """`CodeUses.variables` of one function alone."""
     return frozenset().union(*(_uses_of_code(inner).variables for inner in _with_nested(code)))

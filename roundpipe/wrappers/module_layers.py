@@ -17,7 +17,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.core.shared_weights import shared_weights
-from roundpipe.effects.places import HOOKS
+from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import ContentsSnapshot, TensorVersions, WeightSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
@@ -185,7 +185,7 @@ def layers_of(model: nn.Module) -> LayerChain:
         # By entry, not by object: a child that is there twice is two layers.
         children = [(name, child) for name, child in model._modules.items() if child is not None]
         _warn_of_shared_buffers(children)
-        if any(model.__dict__[name] for name in HOOKS):
+        if has_hooks(model):
             warn(
                 "the hooks of the nn.Sequential itself don't run, since its children are the layers: put them on its "
                 "first or last child, or use roundpipe.compile"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import textwrap
+import weakref
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import pytest
+import torch
 
-from roundpipe.effects.uses import reached_by
+from roundpipe.effects.uses import reached_by, uses_of_forward, variables_of
 
 WANTED = object()
 
@@ -117,3 +120,25 @@ def of_a_module() -> Any:
 def test_functions_that_a_function_names(function: Any, expected: set[Any]) -> None:
     functions = {value for value in reached_by(function) if isinstance(value, (FunctionType, BuiltinFunctionType))}
     assert functions - {function} == expected - {function}
+
+
+def test_what_code_looks_up_is_known_of_each_function_and_keeps_none_alive() -> None:
+    """Code objects that live one after the other may have one identity, and are told apart all the same."""
+    for number in range(50):
+        values: dict[str, Any] = {}
+        exec(f"def looks_up():\n    return name_{number % 7}", values)
+        code = values.pop("looks_up").__code__
+        assert variables_of(code) == {f"name_{number % 7}"}
+        assert variables_of(code) is variables_of(code)
+
+
+def test_a_class_whose_uses_are_known_can_go() -> None:
+    class Short(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.offset
+
+    assert "offset" in uses_of_forward(Short).reads
+    gone = weakref.ref(Short)
+    del Short
+    gc.collect()
+    assert gone() is None

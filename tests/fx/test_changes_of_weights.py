@@ -133,6 +133,28 @@ def test_the_forwards_own_changes_do_not_trace_again() -> None:
     assert guards.check((), vectors(3, 6)) is None
 
 
+def test_hooks_that_a_forward_installs_on_what_is_looked_into_do_not_trace_again() -> None:
+    """Those of the other modules are as they were."""
+
+    class Model(Inside):
+        installed = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.installed:
+                self.inner.register_forward_hook(doubled)
+                self.installed = True
+            return super().forward(x)
+
+    model = Model(Reads()).double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards)
+    model(**vectors(4, 6))
+    assert guards.check((), vectors(3, 6)) is None
+    model.register_forward_hook(doubled)
+    change = guards.check((), vectors(3, 6))
+    assert change is not None and change.message == "the hooks of a Model are others now"
+
+
 def test_replaced_modules_are_refused() -> None:
     model = Reads().double()
     with roundpipe.compile(model, example_kwargs=vectors(4, 6), devices="cpu", name="replaced") as pipe:

@@ -22,7 +22,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.module_tree import modules_in, named_modules_in
-from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH, Place
+from roundpipe.effects.places import CONTAINER, OF_TORCH, Place, hook_tables
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
@@ -107,8 +107,8 @@ class ModelGuard:
         self._num_weights = list(map(len, self._weight_dicts))
         seen_through = {*glue, *passing}
         self._hooked = [module for module in self._modules if module in seen_through]
-        self._hook_dicts = [[module.__dict__[name] for name in HOOKS] for module in self._hooked]
-        self._hooks = [list(map(dict, own)) for own in self._hook_dicts]
+        self._hook_dicts = [*map(hook_tables, self._hooked)]
+        self._hooks = [tuple(map(dict, own)) for own in self._hook_dicts]
         hooks = list(chain.from_iterable(self._hook_dicts))
         self._no_hooks, self._some_hooks = [each for each in hooks if not each], [each for each in hooks if each]
         self._hooks_there = list(map(dict, self._some_hooks))
@@ -375,7 +375,7 @@ def kind_and_value(value: Any) -> tuple[type, Any]:
 
 def hooks_by_code(module: nn.Module) -> list[Any]:
     """A module's hooks, each by its code, which is the same for one that is installed again."""
-    return [_code_of(hook) for name in HOOKS for hook in module.__dict__[name].values()]
+    return [_code_of(hook) for table in hook_tables(module) if table for hook in table.values()]
 
 
 def _code_of(hook: Any) -> Any:

@@ -24,7 +24,6 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.module_tree import parameters_at
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, needed_for, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
 
@@ -120,7 +119,6 @@ class ValueReader:
         self._traced = traced
         self._arguments = arguments
         self._batch = batch
-        self._parameters = {name for name, _ in parameters_at(traced.model)}
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
@@ -139,7 +137,7 @@ class ValueReader:
         if node.op == "placeholder":
             return True
         if node.op == "get_attr":
-            return node.target not in self._parameters
+            return not self._traced.parameters_of(node)
         if node.op == "call_module" or draws_random(node) or (has_effect(node) and not mutated_by(node)):
             return False
         return all(self.depends_on_inputs_only(source) for source in node.all_input_nodes)

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerSpec
-from roundpipe.effects.places import HOOKS
+from roundpipe.effects.places import has_hooks
 from roundpipe.fx.operations import NamedCall, SizeExpression, pass_on
 from roundpipe.fx.passes.graph_run import attribute
 
@@ -69,7 +69,7 @@ def _module_key(module: nn.Module, name: str) -> Hashable:
             path,
             type(part),
             part.training,
-            any(part.__dict__[kind] for kind in HOOKS),
+            has_hooks(part),
             tuple((key, value_key(tensor)) for key, tensor in (*part._parameters.items(), *part._buffers.items())),
             tuple(
                 (key, _plain(value, numbers, f"{name}.{path}".rstrip(".")))

@@ -11,9 +11,10 @@ what the whole graph does.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
 from math import inf, nan
 from operator import itemgetter
@@ -27,7 +28,7 @@ from torch.fx import Node
 from roundpipe.core import balance as chain_balance
 from roundpipe.core.errors import ConfigError, PartitionError, TraceError, shown
 from roundpipe.core.layers import BalanceFunction
-from roundpipe.core.module_tree import named_modules_in
+from roundpipe.core.module_tree import buffers_in
 from roundpipe.fx.graph.nodes import (
     covered_module,
     installs_hook,
@@ -95,7 +96,7 @@ class Memory:
         for node in traced.graph.nodes:
             self.values[self.of(node)].append(node)
         for node in traced.body:
-            buffers = {*traced.attribute(str(node.target)).buffers()} if node.op == "call_module" else set()
+            buffers = {*buffers_in(traced.attribute(str(node.target)))} if node.op == "call_module" else set()
             written = set(map(self.of, mutated_by(node)))
             self.last_write.update(dict.fromkeys(written | buffers if writes_buffers(node) else written, node))
             for key in {*map(self.of, node.all_input_nodes), *written, *buffers}:
@@ -319,20 +320,24 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
     Blocks are children of one class of a list of modules. Where there are none with children of their
     own, plain layers with weights count (a `Sequential` of `Linear`s).
     """
-    repeated: dict[str, nn.Module] = {}
-    for name, container in named_modules_in(traced.model).items():
-        if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            kinds = Counter(map(type, container.children()))
-            for key, child in container.named_children():
-                if (kinds[type(child)] > 1 or len(kinds) == 1) and next(child.parameters(), None) is not None:
-                    repeated[f"{name}.{key}".lstrip(".")] = child
 
-    def innermost(node: Node, blocks: Container[str]) -> str:
+    @functools.cache
+    def is_block(path: str, may_be_plain: bool) -> bool:
+        container, block = (
+            traced.attribute(name) if name else traced.model for name in (path.rpartition(".")[0], path)
+        )
+        if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            return False
+        kinds = Counter(map(type, container.children()))
+        has_peers = kinds[type(block)] > 1 or len(kinds) == 1
+        may_be = may_be_plain or next(block.children(), None) is not None
+        return has_peers and may_be and next(block.parameters(), None) is not None
+
+    def innermost(node: Node, may_be_plain: bool) -> str:
         path = covered_module(node)
-        while path and path not in blocks:
+        while path and not is_block(path, may_be_plain):
             path = path.rpartition(".")[0]
         return path
 
-    composite = {path for path, module in repeated.items() if next(module.children(), None) is not None}
-    blocks = [innermost(node, composite) for node in order]
-    return blocks if any(blocks) else [innermost(node, repeated) for node in order]
+    blocks = [innermost(node, may_be_plain=False) for node in order]
+    return blocks if any(blocks) else [innermost(node, may_be_plain=True) for node in order]

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Carry
 from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.places import HOOKS
+from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import ContentsSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.nodes import GraphInterpreter
@@ -160,7 +160,7 @@ def why_opaque(module: nn.Module) -> str:
     """Why a module, its children not looked at, does more than compute, or may do so otherwise in a tile."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted"
-    if any(module.__dict__[kind] for kind in HOOKS):
+    if has_hooks(module):
         return "hooks"
     kind = type(module)
     return "asks for gradients" if not kind.__module__.startswith("torch.nn.") and asks_for_gradients(kind) else ""

@@ -29,7 +29,7 @@ from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
 _CONTAINERS = (tuple, *CONTAINERS)
-_MAY_GO_UNREAD = (int, float, str, *_CONTAINERS)
+_MAY_GO_UNREAD = frozenset((int, float, str, *_CONTAINERS))
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _NOT_OF_CALLS = frozenset(name for name in OF_TORCH if "state_dict" in name).union(REGISTERED)
 """Attributes that are looked at otherwise, or are no matter of a call: hooks on saving and loading, ours too."""
@@ -289,9 +289,12 @@ def module_key(module: nn.Module) -> ModuleKey | None:
     form: list[Any] = []
     values: list[Any] = []
     places: list[tuple[nn.Module, str]] = []
-    inside = {inner: position for position, inner in enumerate(modules_in(module))}
+    named = places_in(module)
+    inside: dict[nn.Module, int] = {}
+    for _, inner in named:
+        inside.setdefault(inner, len(inside))
     weights: dict[torch.Tensor, int] = {}
-    for name, inner in places_in(module):
+    for name, inner in named:
         if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
             return None
         attributes = []

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.module_tree import places_in
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 _LOADING = ("_load_from_state_dict", "set_extra_state")
@@ -64,7 +65,7 @@ class LoadWatch:
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for name, module in model.named_modules(remove_duplicate=False):
+        for name, module in places_in(model):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if not is_scripted and (module is model or _loads_weights(module)):
                 before, after = (_Hook(optimizer, name, is_before) for is_before in (True, False))
