@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,12 +42,16 @@ class Batch:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: dict[str, Any]
+    inputs: dict[str, Any] = field(default_factory=dict)
     """For loss code; empty where the loss is the model's own."""
-    num_samples: int | None = None
-    """None: not known, so that the batch can't be cut."""
     whole: Batch | None = None
     """What it is a piece of."""
+
+    @property
+    def num_samples(self) -> int:
+        """As its tensors have in their first dimension; 1 if they differ in it, so that the batch can't be cut."""
+        sizes = {tensor.shape[0] for tensor in trees.tensors((self.args, self.kwargs, self.inputs)) if tensor.ndim}
+        return sizes.pop() if len(sizes) == 1 else 1
 
     @property
     def decides(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -70,7 +75,7 @@ def _tokens(piece: Batch, label_names: Sequence[str], *, shifted: bool = False) 
 
 def _classes(piece: Batch, label_names: Sequence[str]) -> list[set[int]]:
     """By sample, the values of its targets that count."""
-    number, labels = piece.num_samples or 1, _targets(piece, label_names)
+    number, labels = piece.num_samples, _targets(piece, label_names)
     if labels is None or not labels.ndim or labels.shape[0] != number:
         return [set()] * number
     return [set(row.unique().tolist()) - {IGNORED} for row in labels]
@@ -100,24 +105,16 @@ def factors(weights: Sequence[float | None]) -> list[float] | None:
 
 def cut(piece: Batch, number: int) -> list[Batch]:
     """A batch in so many pieces, as even as can be; fewer if it has fewer samples."""
-    total = piece.num_samples or 1
+    total = piece.num_samples
     number = min(number, total)
     starts = [total * index // number for index in range(number + 1)]
-    return [_rows(piece, slice(start, end), end - start) for start, end in zip(starts, starts[1:], strict=False)]
+    return [_rows(piece, slice(*each)) for each in pairwise(starts)]
 
 
-def _rows(piece: Batch, which: slice | list[int], number: int) -> Batch:
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[which] if tensor.ndim and tensor.shape[0] == piece.num_samples else tensor
-
-    args, kwargs, inputs = trees.map_tensors((piece.args, piece.kwargs, piece.inputs), rows)
-    return Batch(args, kwargs, inputs, number, piece)
-
-
-def num_samples(inputs: Any) -> int | None:
-    """Samples of a batch; None if its tensors differ in their first dimension, and it can't be cut."""
-    sizes = {tensor.shape[0] for tensor in trees.tensors(inputs) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
+def _rows(piece: Batch, which: slice | list[int]) -> Batch:
+    given = piece.args, piece.kwargs, piece.inputs
+    args, kwargs, inputs = trees.map_tensors(given, lambda tensor: tensor[which] if tensor.ndim else tensor)
+    return Batch(args, kwargs, inputs, piece)
 
 
 @dataclass(slots=True)
@@ -137,7 +134,7 @@ class LossKind:
 
     def cut(self, batch: Batch, number: int, measure: Measure) -> list[tuple[Batch, float]]:
         """A batch in ``number`` pieces, and what their losses count for; in one if the loss can't be cut."""
-        if number <= 1 or (batch.num_samples or 1) <= 1:
+        if min(number, batch.num_samples) <= 1:
             return [(batch, 1.0)]
         pieces = cut(batch, number)
         if self.known is not None:
@@ -184,14 +181,14 @@ class LossKind:
     def _measure(self, batch: Batch, classes: Sequence[set[int]], measure: Measure) -> bool:
         """Returns whether something new is known of the classes."""
         few = self._few(classes)
-        parts = [_rows(batch, [index], 1) for index in few]
+        parts = [_rows(batch, [index]) for index in few]
         weights = {kind: self._weights(kind, parts) for kind in self.errors}
         told = {kind: found for kind, each in weights.items() if (found := factors(each))}
         seen = set().union(*(classes[index] for index in few))
         self._num_measured += 1
         if not told:
             return False
-        whole, *losses = measure([_rows(batch, few, len(few)), *parts])
+        whole, *losses = measure([_rows(batch, few), *parts])
         size, off = max(abs(whole), 1e-6), {}
         for kind, found in told.items():
             together = sum(factor * loss for factor, loss in zip(found, losses, strict=True))

@@ -14,10 +14,10 @@ from torch import nn
 
 
 class ModelStandIn:
-    """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``."""
+    """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``, and ``others`` are attributes of its own."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
-        self.__dict__.update(_model=model, _answer=answer)
+    def __init__(self, model: nn.Module, answer: Callable[..., Any], **others: Any) -> None:
+        self.__dict__.update(others, _model=model, _answer=answer)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +30,9 @@ from transformers import Trainer
 
 from roundpipe.api import compile
 from roundpipe.core.caller import warn
-from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.arguments import RoundPipeArguments
-from roundpipe.integrations.microbatches import Batch, LossKind, Weighing, cut, num_samples
+from roundpipe.integrations.microbatches import Batch, LossKind, Weighing, cut
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -76,6 +75,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         ConfigError: the training arguments ask for what a rotation can't do, by name.
     """
 
+    model: Any
+
     def __init__(self, *args: Any, roundpipe: RoundPipeArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(roundpipe, RoundPipeArguments | None):
             raise ConfigError(f"roundpipe= is {type(roundpipe).__name__}; give a RoundPipeArguments, or None")
@@ -113,12 +114,13 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     @property
     def pipe(self) -> RoundPipe:
         """The model in rotation, ``model_wrapped`` while it trains."""
-        if self._pipe is None or self._pipe.model is not self.model:
+        model = model_of(self.model)
+        if self._pipe is None or self._pipe.model is not model:
             if self._pipe is not None:
                 self._pipe.close()
             options = self.rotation
             self._pipe = compile(
-                self.model,
+                model,
                 name=type(self).__name__,
                 devices=options.devices,
                 optim_dtype=options.dtype,
@@ -209,13 +211,12 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         return total
 
     def _run_round(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
-        number = math.ceil(self._num_asked / len(kept))
+        number, scale = math.ceil(self._num_asked / len(kept)), self._loss_scale()
         microbatches: list[Microbatch] = []
         for inputs, num_items in kept:
-            microbatches += self._pieces_of(inputs, num_items, number, self._share_of(num_items))
-        scale = self._loss_scale()
+            microbatches += self._pieces_of(inputs, num_items, number, self._share_of(num_items) * scale)
         with self.accelerator.autocast():
-            loss = self.pipe.forward_backward(**self._call(microbatches, is_own=self._is_own_loss, scale=scale))
+            loss = self.pipe.forward_backward(**self._call(microbatches, is_own=self._is_own_loss))
         return loss / scale
 
     def _loss_scale(self) -> float:
@@ -251,11 +252,11 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         """A batch of the training as up to ``number`` microbatches."""
         args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         is_own = self._is_own_loss
-        batch = Batch(args, kwargs, {} if is_own else inputs, num_samples((args, kwargs, inputs)))
+        batch = Batch(args, kwargs, {} if is_own else inputs)
         return self._cut(batch, num_items, number, share, is_own)
 
     def _cut(self, batch: Batch, num_items: Any, number: int, share: float, is_own: bool) -> list[Microbatch]:
-        if number <= 1 or (batch.num_samples or 1) <= 1:
+        if min(number, batch.num_samples) <= 1:
             return [(batch, LossInputs(batch.inputs, num_items, share))]
         key = is_own, num_items is None
         if key not in self._kinds:
@@ -265,13 +266,13 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         pieces = kind.cut(batch, number, functools.partial(self._measure, num_items=num_items, is_own=is_own))
         return [(piece, LossInputs(piece.inputs, num_items, factor * share)) for piece, factor in pieces]
 
-    def _call(self, microbatches: Sequence[Microbatch], *, is_own: bool, scale: float = 1.0) -> dict[str, Any]:
+    def _call(self, microbatches: Sequence[Microbatch], *, is_own: bool) -> dict[str, Any]:
         """The arguments of ``forward_backward`` and ``forward_loss``."""
         batches = [batch for batch, _ in microbatches]
         return {
             "input_args": [batch.args for batch in batches],
             "input_kwargs": BatchPieces((batch.kwargs for batch in batches), [batch.decides for batch in batches]),
-            "label": [replace(label, factor=label.factor * scale) for _, label in microbatches],
+            "label": [label for _, label in microbatches],
             "loss_fn": own_loss if is_own else self._loss_of,
         }
 
@@ -303,17 +304,21 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     ) -> Any:
         """The trainer's, with the model in rotation; its own loss is that of the batch, however the batch is cut."""
         evaluate = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
-        with generating(self.model, self.pipe) as plain:  # a trainer with `predict_with_generate` asks its own model
-            return super().prediction_step(
-                ModelStandIn(self.model, plain(evaluate)), inputs, prediction_loss_only, *args, **kwargs
-            )
+        own = self.model
+        others = {"generate": self.pipe.generate} if hasattr(own, "generate") else {}
+        # also in the place of the trainer's own, which one with `predict_with_generate` asks
+        self.model = stand_in = ModelStandIn(own, evaluate, **others)
+        try:
+            return super().prediction_step(stand_in, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            self.model = own
 
     def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; of a loss alone, logits stay on the device."""
-        batch = Batch(args, kwargs, {}, num_samples((args, kwargs)))
+        batch = Batch(args, kwargs)
         with self.accelerator.autocast():
             if not any(kwargs.get(name) is not None for name in self.label_names):
-                whole = {} if batch.num_samples else {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}
+                whole = {} if batch.num_samples > 1 else {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}
                 return self._in_float32(self.pipe(*args, **kwargs, **whole))
             microbatches = self._cut(batch, kwargs.get("num_items_in_batch"), self._num_asked, 1.0, is_own=True)
             call = self._call(microbatches, is_own=True)
@@ -329,37 +334,6 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
 class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
     """``transformers.Trainer`` in rotation."""
-
-
-@contextmanager
-def generating(model: nn.Module, pipe: RoundPipe) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Inside, the ``generate`` of a model is that of its wrapper; a function that is wrapped sees the model's own.
-
-    Of a model without one, such as a classifier, nothing is touched.
-    """
-    if not hasattr(model, "generate"):
-        yield lambda function: function
-        return
-    attributes, name = model.__dict__, "generate"
-    own = {name: attributes[name]} if name in attributes else {}
-
-    def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            del attributes[name]
-            attributes.update(own)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                attributes[name] = generate
-
-        return call
-
-    attributes[name] = generate = plain(pipe.generate)
-    try:
-        yield plain
-    finally:
-        del attributes[name]
-        attributes.update(own)
 
 
 def refuse(args: Any, rotation: RoundPipeArguments) -> None:

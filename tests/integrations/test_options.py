@@ -10,7 +10,7 @@ import transformers
 from transformers import TrainingArguments
 
 import roundpipe
-from roundpipe.integrations.microbatches import MAX_CLASSES, Batch, LossKind, num_samples
+from roundpipe.integrations.microbatches import MAX_CLASSES, Batch, LossKind
 from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer
 from tests.integrations.trainers import llama, padded, texts
 
@@ -86,7 +86,7 @@ def test_what_a_loss_is_is_measured(kind: str) -> None:
     labels = padded(texts(7))["labels"]
     labels = torch.arange(7) % 3 if kind == "classes" else labels
     logits = torch.randn(7, 10, 48, generator=generator)
-    batch = Batch((), {"logits": logits, "labels": labels}, {}, num_samples((logits, labels)))
+    batch = Batch((), {"logits": logits, "labels": labels})
     measured = []
 
     def measure(batches: list[Batch]) -> list[float]:
@@ -121,7 +121,7 @@ def test_weights_of_classes_are_found_when_classes_come_up(first: list[int], lat
     torch.manual_seed(1)
     kind = LossKind(["labels"])
     for labels, is_cut in ((first, True), (later, False)):
-        batch = Batch((), {"scores": torch.randn(5, 4), "labels": torch.tensor(labels)}, {}, 5)
+        batch = Batch((), {"scores": torch.randn(5, 4), "labels": torch.tensor(labels)})
         pieces = kind.cut(batch, 2, lambda batches: [by_class(each) for each in batches])
         assert (len(pieces) > 1) == is_cut
         assert sum(factor * by_class(piece) for piece, factor in pieces) == pytest.approx(by_class(batch))
@@ -134,7 +134,7 @@ def test_samples_of_like_losses_tell_nothing_of_classes(scale: float) -> None:
     kind, labels = LossKind(["labels"]), torch.tensor([0, 2, 0, 2, 0])
     with pytest.warns(UserWarning, match="the loss is neither"):
         for _ in range(MAX_CLASSES):
-            batch = Batch((), {"scores": scale * torch.randn(5, 4), "labels": labels}, {}, 5)
+            batch = Batch((), {"scores": scale * torch.randn(5, 4), "labels": labels})
             assert len(kind.cut(batch, 2, lambda batches: [by_class(each) for each in batches])) == 1
 
 
@@ -151,13 +151,13 @@ def test_many_classes_are_measured_a_few_times() -> None:
 
     for step in range(20):
         labels = (torch.arange(6) + 5 * step) % 100
-        batch = Batch((), {"scores": torch.randn(6, 100), "labels": labels}, {}, 6)
+        batch = Batch((), {"scores": torch.randn(6, 100), "labels": labels})
         assert len(kind.cut(batch, 2, measure)) == 2
     assert measured < MAX_CLASSES  # not 20, nor once for each class
 
 
 def test_batches_whose_first_dimension_is_not_known_are_not_cut() -> None:
-    batch = Batch((torch.zeros(4, 2), torch.zeros(2, 4)), {}, {}, num_samples((torch.zeros(4, 2), torch.zeros(2, 4))))
+    batch = Batch((torch.zeros(4, 2), torch.zeros(2, 4)), {})
     assert LossKind(["labels"]).cut(batch, 2, lambda batches: []) == [(batch, 1.0)]
 
 

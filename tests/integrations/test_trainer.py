@@ -11,7 +11,7 @@ import transformers
 from transformers import Trainer
 
 import roundpipe
-from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin, generating
+from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
 from roundpipe.wrappers.streamed import StreamedModel
 from tests.integrations.trainers import (
     VOCAB,
@@ -71,9 +71,12 @@ def test_each_trainer_resumes_from_the_others_checkpoint(tmp_path: Path) -> None
     assert_same_weights(exchanged.model, resumed.model)
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_a_resumed_run_is_bit_equal(step: int, tmp_path: Path) -> None:
-    """With dropout, between two epochs and in the middle of one; the checkpoint is the rotation's own."""
+    """With dropout, between two epochs and in the middle of the first; the checkpoint is the rotation's own.
+
+    In the middle of a later one, transformers 4.57 goes on with other batches, with its own trainer as well.
+    """
     options = {"devices": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
     options |= {"save_strategy": "steps", "save_steps": step}
     whole = make_trainer(
@@ -239,6 +242,7 @@ def test_evaluations_measure_what_is_generated_beside_the_loss(tmp_path: Path) -
         "devices": 2,
         "gradient_accumulation_steps": 3,
         "learning_rate": 0.1,
+        "adam_epsilon": 1e-5,  # else a gradient that is little but rounding makes full steps
         "predict_with_generate": True,
         "generation_max_length": 7,
         "compute_metrics": first_tokens,
@@ -253,7 +257,20 @@ def test_evaluations_measure_what_is_generated_beside_the_loss(tmp_path: Path) -
     assert plain.metrics["test_loss"] == pytest.approx(ours.metrics["test_loss"], abs=1e-5)
 
 
-def test_a_model_without_generate_is_left_alone_where_a_trainer_would_ask_for_it() -> None:
-    model = torch.nn.Linear(2, 2)
-    with roundpipe.compile(model, devices=["cpu"]) as pipe, generating(model, pipe) as plain:
-        assert plain(len) is len and "generate" not in vars(model)
+class Asking(RoundPipeTrainer):
+    """Its loss code asks both the model that it is given and the trainer's for what they have."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.found = [
+            (hasattr(each, "generate"), isinstance(each, type(self.pipe.model))) for each in (model, self.model)
+        ]
+        return super().compute_loss(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("make", "collate"), [(bert, classified), (llama, padded)])
+def test_in_evaluation_loss_code_sees_what_the_model_has(make: Any, collate: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(Asking, make(), tmp_path, data_collator=collate)
+    model, names = trainer.model, set(vars(trainer.model))
+    trainer.evaluate()
+    assert trainer.found == [(hasattr(model, "generate"), True)] * 2
+    assert trainer.model is model and set(vars(model)) == names
