@@ -25,6 +25,8 @@ from tests.repeats import repeats
         ("memory_bytes", "it is given as devices=[Device('cuda:0', memory_bytes=...)]"),
         ("is_async", "it is given as step(step_fn, is_async=...)"),
         ("device", "did you mean 'devices'?"),
+        ("pin", "did you mean 'pin_model'?"),
+        ("optimizer", "it is given as step(lambda: (optimizer.step(), optimizer.zero_grad()))"),
         ("dtype", "there are "),
     ],
 )
@@ -45,6 +47,8 @@ def test_options_of_calls_and_values_get_hints_too():
         RoundPipeRunConfig(num_microbatches=2)
     with pytest.raises(TypeError, match="Device has no option 'num_microbatch'; it is given as model_run_config="):
         Device("cpu", num_microbatch=2)
+    with pytest.raises(TypeError, match="Device has no option 'memory'; did you mean 'memory_bytes'"):
+        Device("cpu", memory="24GiB")
     with roundpipe.RoundPipe(nn.Sequential(nn.Linear(3, 3)), devices="cpu") as piped:
         with pytest.raises(TypeError, match="forward_backward has no option 'labels'; did you mean 'label'"):
             piped.forward_backward(labels=1)
@@ -171,7 +175,13 @@ def test_a_microbatch_of_one_sample_has_a_note_in_each_wrapper(wrap, num):
         ):
             with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
                 call()
-            assert sum("one sample left; set num_microbatch lower" in note for note in caught.value.__notes__) == 1
+            assert (
+                sum(
+                    "one sample left; plain PyTorch takes the batch as a whole. Set num_" in note
+                    for note in caught.value.__notes__
+                )
+                == 1
+            )
 
 
 def test_a_microbatch_of_one_sample_is_named_as_the_cause():
@@ -182,7 +192,7 @@ def test_a_microbatch_of_one_sample_is_named_as_the_cause():
             piped.forward_backward(**given, run_config=RoundPipeRunConfig(3))
         first, last = caught.value.__notes__
         assert "given these arguments (of one microbatch, if the batch was split)" in first
-        assert "this microbatch has one sample left; set num_microbatch lower" in last
+        assert "split into microbatches, and this one has one sample left; plain PyTorch takes" in last
         with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             piped.forward_backward((torch.randn(1, 3),), loss_fn=given["loss_fn"], run_config=RoundPipeRunConfig(1))
         assert not any("left" in note for note in caught.value.__notes__)

@@ -64,8 +64,8 @@ def note_few_samples(error: BaseException) -> None:
     if "more than 1 value per channel" in said(error):
         add_note(
             error,
-            "roundpipe: the batch was split, and this microbatch has one sample left; set num_microbatch lower in "
-            "RoundPipeRunConfig, or give batches that leave each microbatch two",
+            "roundpipe: the batch was split into microbatches, and this one has one sample left; plain PyTorch takes "
+            "the batch as a whole. Set num_microbatch in RoundPipeRunConfig to at most half the number of samples",
         )
 
 

@@ -15,6 +15,7 @@ Owner = TypeVar("Owner", bound=Callable[..., Any])
 
 _PLACES = {
     "is_async": "step(step_fn, is_async=...)",
+    "optimizer": "step(lambda: (optimizer.step(), optimizer.zero_grad()))",
     "roundpipe_run_config": "model(..., roundpipe_run_config=RoundPipeRunConfig(...))",
 }
 """How each known option is given. (`step` itself can't check: what it does not know is for ``step_fn``.)"""
@@ -77,7 +78,8 @@ def check_passed_on(
 
 
 def _unknown(function: Callable[..., Any], option: str, options: Sequence[str]) -> OptionError:
-    meant = get_close_matches(option, options, 1, cutoff=0.75)
+    meant = [each for each in options if each.startswith(f"{option}_")]
+    meant = meant or get_close_matches(option, options, 1, cutoff=0.76)
     if meant:
         advice = f"did you mean {meant[0]!r}?"
     elif option in _PLACES:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from roundpipe.core.storages import bytes_of
 from roundpipe.reports.memory import HostMemory
 from roundpipe.runtime.optimizer.temporaries import bytes_by_default
 from roundpipe.tools.target import Target
@@ -88,7 +89,7 @@ class ExpectedOptimizer:
         trained = [parameter for parameter in parameters if parameter.requires_grad and parameter not in there]
         copies_bytes = sum(parameter.numel() for parameter in trained) * self.dtype.itemsize
         return HostMemory(
-            weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+            weights=sum(map(bytes_of, (*parameters, *buffers))),
             gradients=sum(parameter.nbytes for parameter in trained),
             optimizer_copies=copies_bytes,
             optimizer_gradients=copies_bytes,

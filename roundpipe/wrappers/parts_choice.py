@@ -13,6 +13,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in, weight_bytes_of
+from roundpipe.core.storages import bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
@@ -169,9 +170,9 @@ class _Walk:
         )
 
     def _is_one_layer(self, module: nn.Module) -> bool:
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             return False
-        own_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        own_bytes = sum(map(bytes_of, module.parameters(recurse=False)))
         return own_bytes >= self.choice.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
 
     def warn_of_unused_options(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED
 from roundpipe.reports.limits import ADVICE, OF_OPTIMIZER, SHARING, Limit, limit_of
 from roundpipe.reports.memory import HostMemory
@@ -312,7 +313,7 @@ def _host_memory(session: Session) -> HostMemory:
         known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
         gradients = [pair.parameter.grad for pair in pairs if pair.parameter.grad is not None]
         own = [gradient for gradient in gradients if _address(gradient) not in known]
-    return HostMemory(*(sum(tensor.nbytes for tensor in kind) for kind in (weights, own, copies, of_copies)))
+    return HostMemory(*(sum(map(bytes_of, kind)) for kind in (weights, own, copies, of_copies)))
 
 
 def _address(tensor: torch.Tensor) -> int | None:

@@ -103,11 +103,18 @@ def test_other_lists_are_no_reason_for_a_warning(label, number):
         split((rows(4),), {}, label, config(number))
 
 
-def test_a_small_batch_has_fewer_microbatches_and_one_warning():
-    with pytest.warns(UserWarning, match="has 2 samples, so it runs as 2 microbatches instead of 4") as caught:
-        pieces = split((rows(2),), {}, rows(2), config(4))
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "has 1 sample, so it runs as 1 microbatch instead of 4"),
+        (2, "has 2 samples, so it runs as 2 microbatches i"),
+    ],
+)
+def test_a_small_batch_has_fewer_microbatches_and_one_warning(number, words):
+    with pytest.warns(UserWarning, match=words) as caught:
+        pieces = split((rows(number),), {}, rows(number), config(4))
     assert len(caught) == 1
-    assert pieces.num_microbatches == 2 and sizes(pieces.labels) == [1, 1]
+    assert pieces.num_microbatches == number and sizes(pieces.labels) == [1] * number
 
 
 def test_an_empty_batch_is_an_error():

@@ -153,6 +153,7 @@ def test_quantized_weights_are_streamed_packed(quantize, share, wrap):
         assert piped.peak_device_bytes() < whole_bytes / 2  # weights and what lies between layers
         torch.testing.assert_close(found, loss.detach())
         piped.synchronize()
+        assert piped.report().host_memory.weights == packed_bytes + trained_bytes
         assert_close(gradients(model), gradients(plain))
         for part in model:  # one behind the other in the layer's buffer
             values, scale, *_ = stored_tensors(part.base.weight)

@@ -275,8 +275,7 @@ class Ledger:
                 in_use = ", ".join(f"{use} {size:,}" for use, size in self.by_purpose.items() if size)
                 raise DeviceMemoryError(
                     f"{self.name} is out of memory: {num_bytes:,} more bytes for {purpose} with {self.total_bytes:,} "
-                    f"of {self.budget_bytes:,} in use ({in_use or 'nothing'}). Use more microbatches, "
-                    "recompute_grain='layer', shorter stages or a larger budget."
+                    f"of {self.budget_bytes:,} in use ({in_use or 'nothing'})"
                 )
             self.total_bytes = total
             self.by_purpose[purpose] += num_bytes

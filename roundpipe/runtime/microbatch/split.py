@@ -213,10 +213,8 @@ class Division:
     def warn(self) -> None:
         number = self.num_microbatches
         if self.num_missing:
-            warn(
-                f"the batch has {number} samples, so it runs as {number} "
-                f"microbatches instead of {number + self.num_missing}"
-            )
+            has, runs = ("1 sample", "1 microbatch") if number == 1 else (f"{number} samples", f"{number} microbatches")
+            warn(f"the batch has {has}, so it runs as {runs} instead of {number + self.num_missing}")
         if self.whole:
             warn(
                 f"{', '.join(self.whole)}: dim 0 is not as long as the batch, so every microbatch "
