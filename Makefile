@@ -69,7 +69,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json

@@ -104,6 +104,7 @@ ROWS = (
     Row("qwen3-1.7b", "all", 8, 4, 2048, PLAIN_WAYS),
     Row("qwen3-1.7b", "24", 8, 4, 2048),
     Row("qwen3-8b-lora", "24", 4, 1, 4096, ("checkpointed",)),
+    Row("qwen3-8b-lora", "all", 4, 1, 4096, ("checkpointed",)),
     Row("2.0b", "all", 16, 4, 2048, cards=2),
     Row("2.0b", "all", 8, 1, 2048, cards=2),
     Row("1.5b", "24", 16, 4, 2048, cards=2),
@@ -113,11 +114,15 @@ ROWS = (
 )
 
 
-def built(source: Stack | Decoder, device: str | torch.device) -> nn.Module:
-    """The model with quickly made random weights."""
+def built(source: Stack | Decoder, device: str | torch.device, backend: str | None = None) -> nn.Module:
+    """The model with quickly made random weights; a ``backend`` of `torch.compile` compiles its blocks."""
     torch.manual_seed(0)
     model = source.build().to_empty(device=device)
     fill(model, 1009 if source in SMALL.values() else 50_000_017)
+    if backend is not None:
+        for block in model.modules():
+            if isinstance(block, Block) or type(block).__name__ == "Qwen3DecoderLayer":
+                block.compile(backend=backend)
     return model
 
 
@@ -142,9 +147,11 @@ def train(pipe: Any, source: Stack | Decoder, ids: torch.Tensor) -> Any:
 class Own:
     """Plain PyTorch: all on one device, float32 copies for AdamW, gradients accumulated over microbatches."""
 
-    def __init__(self, source: Stack | Decoder, device: torch.device, num_microbatches: int, way: str) -> None:
+    def __init__(
+        self, source: Stack | Decoder, device: torch.device, num_microbatches: int, way: str, backend: str | None
+    ) -> None:
         self._source, self._num_microbatches, self._is_checkpointed = source, num_microbatches, way == "checkpointed"
-        self.model = built(source, device).train()
+        self.model = built(source, device, backend).train()
         if self._is_checkpointed and not isinstance(source, Stack):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

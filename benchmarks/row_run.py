@@ -63,7 +63,12 @@ def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     if options.small:
         torch.set_num_threads(1)
     device = device_of(options.device, 0)
-    found: dict[str, Any] = {"card": card(device), "tokens": row.sized(options.small).tokens, "ways": {}}
+    found: dict[str, Any] = {
+        "card": card(device),
+        "tokens": row.sized(options.small).tokens,
+        "compiled": options.compiled,
+        "ways": {},
+    }
     ways = [*(way for way in row.plain if way in options.ways), *options.residency]
     runs: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for _ in range(options.runs):
@@ -134,7 +139,7 @@ def measure_plain(row: Row, way: str, options: argparse.Namespace) -> dict[str, 
     name = device_of(options.device, 0)
     capped(name, "all", options.small)
     device, ids = torch.device(name), ids_of(row, options).to(name)
-    own = Own(row.source(options.small), device, row.num_microbatches, way)
+    own = Own(row.source(options.small), device, row.num_microbatches, way, options.compiled)
 
     def wait() -> float:
         if device.type != "cpu":
@@ -202,7 +207,7 @@ def _measure_ours(
     replicas = "off" if item == "alone" else options.replicas
     source, ids = row.source(options.small), ids_of(row, options)
     with parts.part("build"):
-        model = built(source, "cpu")
+        model = built(source, "cpu", options.compiled)
     devices = [capped(device_of(options.device, index), row.cap, options.small) for index in range(row.cards)]
     config = roundpipe.RoundPipeRunConfig(
         num_microbatch=row.num_microbatches,

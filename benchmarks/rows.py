@@ -15,6 +15,7 @@ it has of other rows stays, so that several calls, and predictions made before, 
     python benchmarks/rows.py --json rows.json
     python benchmarks/rows.py --rows '2.0b-*,qwen3-8b-lora-*' --residency off,full --runs 3 --json rows.json
     python benchmarks/rows.py --residency off,auto,auto/double,auto/alone --json rows.json
+    python benchmarks/rows.py --compiled --json rows-compiled.json
     python benchmarks/rows.py --show --json rows.json
     python benchmarks/rows.py --device cpu --small --json /tmp/rows.json
 
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ways", default=PLAIN_WAYS, type=lambda text: text.split(","), help="of plain PyTorch, or no")
     parser.add_argument("--replicas", default="auto", choices=("auto", "off"), help="of stages on several cards")
+    parser.add_argument(
+        "--compiled", nargs="?", const="inductor", metavar="BACKEND", help="blocks by torch.compile, in all ways"
+    )
     parser.add_argument("--pin-model", default="alloc", choices=("alloc", "double", "register", "off"))
     parser.add_argument("--steps", type=int, default=3, help="samples of them, whose median counts")
     parser.add_argument("--runs", type=int, default=1, help="of each way in turns; the median counts")
@@ -146,6 +150,7 @@ def _measured(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         command += ["--device", options.device, "--replicas", options.replicas, "--pin-model", options.pin_model]
         command += ["--steps", str(options.steps), "--runs", str(options.runs)]
         command += ["--warm-up-seconds", str(options.warm_up_seconds), *(["--small"] if options.small else [])]
+        command += ["--compiled", options.compiled] if options.compiled else []
         command += ["--timelines", str(options.timelines.resolve())] if options.timelines else []
         ended: dict[str, Any] = {}
         try:

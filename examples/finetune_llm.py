@@ -4,7 +4,7 @@ Without arguments: a byte-level Llama of 5 M parameters, built from its config, 
 from the standard library's own source. With ``--model DIR``: any Hugging Face causal language model on disk.
 
     python examples/finetune_llm.py
-    python examples/finetune_llm.py --model ~/models/Qwen3-1.7B --data notes.txt --dtype bfloat16 --save trained
+    python examples/finetune_llm.py --model ~/models/Qwen3-1.7B --data notes.txt --save trained
     python examples/finetune_llm.py --check --steps 5
 
 The part about roundpipe is `train`: an ordinary loop for one device.
@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint with its tokenizer")
     parser.add_text_options(300, 8, None, "default: 1e-3 from scratch, else 1e-5")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: that of the checkpoint, or float32")
     parser.add_argument("--recompute", choices=["stage", "layer"], help="layer: less memory, more transfers")
     parser.add_argument("--save", type=folder_path, metavar="DIR", help="write the trained model here")
     parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate at the end")
@@ -88,7 +88,7 @@ def run(argv: list[str] | None) -> int:
     devices = parse_devices(options.devices)
     llm, tokenizer = byte_llama() if options.model is None else load_checkpoint(options.model)
     tokens = load_tokens(options.data, tokenizer, options.seq)
-    llm.to(DTYPES[options.dtype])
+    llm.to(DTYPES.get(options.dtype, llm.dtype))
     plain_bytes = eager_bytes(llm, options.batch, options.seq)
     data = batches(tokens, options.batch, options.seq, options.seed)
 

@@ -4,7 +4,7 @@ Without arguments: a small Llama first learns the standard library's source, all
 learn English from Python's language reference. With ``--model DIR``: any causal language model on disk.
 
     python examples/finetune_lora.py
-    python examples/finetune_lora.py --model ~/models/Qwen3-1.7B --data notes.txt --dtype bfloat16 --save adapters
+    python examples/finetune_lora.py --model ~/models/Qwen3-1.7B --data notes.txt --save adapters
     python examples/finetune_lora.py --check --pretrain 5 --steps 5 --quantize nf4   # needs bitsandbytes
 """
 
@@ -37,27 +37,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint with its tokenizer")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: that of the checkpoint, or float32")
     parser.add_argument("--quantize", choices=KINDS, help="the weights below the adapters")
     parser.add_argument("--pretrain", type=int, default=200, help="steps on source code, without --model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_text_options(150, 8, 2e-3)
+    parser.add_text_options(150, 8, None, "default: 2e-3 for the small Llama, else 2e-4")
     parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate, before and after")
     parser.add_argument("--save", type=folder_path, metavar="DIR", help="write the adapters here")
-    parser.add_argument(
-        "--merge", type=folder_path, metavar="DIR", help="write the model with its adapters merged in here"
-    )
+    parser.add_argument("--merge", type=folder_path, metavar="DIR", help="write the model with adapters merged in here")
     options = parser.parse_args(argv)
+    if options.lr is None:
+        options.lr = 2e-3 if options.model is None else 2e-4
     parser.require_positive(options, "pretrain", "steps", "rank", "batch", "seq", "microbatches", "sample")
     return options
 
 
-def with_adapters(llm: nn.Module, options: argparse.Namespace) -> nn.Module:
+def with_adapters(llm: Any, options: argparse.Namespace) -> nn.Module:
     """The model frozen, quantized if asked for, with trainable low-rank adapters on its linear layers."""
     config = peft.LoraConfig(
         r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    adapted = peft.get_peft_model(llm, config).to(DTYPES[options.dtype])
+    adapted = peft.get_peft_model(llm, config).to(DTYPES.get(options.dtype, llm.dtype))
     if options.quantize is not None:
         quantize(adapted, options.quantize)
     return adapted
@@ -132,7 +132,7 @@ def run(argv: list[str] | None) -> int:
         "merged into": options.merge,
     }
     if options.merge is not None:
-        adapted.merge_and_unload().save_pretrained(options.merge)  # type: ignore[operator,union-attr]
+        adapted.merge_and_unload().save_pretrained(options.merge)  # type: ignore[operator]
         tokenizer.save_pretrained(options.merge)
     print(summary_table({name: str(value) for name, value in summary.items() if value is not None}))
     print("\n--- before ---", before[1], "\n--- after ---", after[1], sep="\n")

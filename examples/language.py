@@ -111,7 +111,7 @@ def byte_llama(hidden_size: int = 256) -> tuple[Any, Any]:
 
 
 def load_checkpoint(folder: Path) -> tuple[nn.Module, Any]:
-    """A causal language model and its tokenizer from disk."""
+    """A causal language model in the dtype of its file, and its tokenizer."""
     if not folder.is_dir():
         raise Refused(f"--model {folder} is not a folder")
     if not (folder / "config.json").is_file():
@@ -123,7 +123,7 @@ def load_checkpoint(folder: Path) -> tuple[nn.Module, Any]:
             kind = " / ".join(architectures) or "base model"
             raise Refused(f"--model {folder} is a {kind}, not a causal language model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise Refused(f"--model {folder} can't be loaded: {error}") from error
     return model, tokenizer

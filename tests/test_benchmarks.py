@@ -176,7 +176,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = importlib.import_module("rows")
     assert rows.main(["--predict", "H200", *path, f"{name},2.0b-all-8x1x2048-x2"]) == 0
     here = ["--device", "cpu", "--steps", "1", "--warm-up-seconds", "0"]
-    assert rows.main([*here, "--residency", "off,full", "--runs", "1", *path, name]) == 0
+    assert rows.main([*here, "--compiled", "eager", "--residency", "off,full", "--runs", "1", *path, name]) == 0
     assert rows.main([*here, "--row-seconds", "0.001", *path, "7.2b-head-24-8x1x2048"]) == 1
     document = json.loads((tmp_path / "rows.json").read_text())
     assert (
@@ -184,6 +184,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     found = document["results"]["rows"][name]
     assert found["predicted"]["tokens_per_s"] > 0 and found["ways"].keys() == {"off", "full"}
+    assert found["compiled"] == "eager"
     for way in found["ways"].values():
         assert way["seconds"] > 0 and 0 <= way["exposed"] < 1 and way["peak_bytes"] > 0 and way["first_step_s"] > 0
         assert way["stages"] and way["limit"] and {"trace", "first round"} <= way["start_s"].keys()

@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,19 @@ def test_make_targets_exist(line: str) -> None:
         pytest.skip("make is not installed")
     result = subprocess.run([*shlex.split(line), "--dry-run"], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_broken_link_fails_each_build_of_the_site(tmp_path: Path) -> None:
+    """A page that is kept from the build before would not be read, nor warned of, again."""
+    pytest.importorskip("myst_parser")
+    (tmp_path / "conf.py").write_text('extensions = ["myst_parser"]\n')
+    (tmp_path / "index.md").write_text("# Page\n\n[link](nowhere.md)\n")
+    recipe = (ROOT / "Makefile").read_text()
+    (options,) = re.findall(r"-m sphinx (.*) docs build/docs$", recipe, re.MULTILINE)
+    command = [sys.executable, "-m", "sphinx", *options.split(), str(tmp_path), str(tmp_path / "built")]
+    for _ in range(2):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 1 and "nowhere.md" in result.stderr, result.stderr
 
 
 def test_extras_to_install_exist() -> None:

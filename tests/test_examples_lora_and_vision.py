@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,18 @@ def test_adapters_agree_with_plain_pytorch(
     assert (tmp_path / "adapter_model.safetensors").is_file()
     printed = capsys.readouterr().out
     assert "check: largest loss difference" in printed and str(tmp_path) in printed
+
+
+def test_a_checkpoint_keeps_its_dtype(lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    """One in bfloat16 was trained in float32 unless asked otherwise: twice the memory and the transfers."""
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    half, adapters = tmp_path / "half", tmp_path / "adapters"
+    shutil.copytree(checkpoint, half)
+    transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(half)
+    assert lora.main([*TINY_ADAPTERS, "--model", str(half), "--data", str(text), "--save", str(adapters)]) == 0
+    saved = safetensors.load_file(adapters / "adapter_model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
 
 
 def test_a_missing_package_is_named(on_path: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.tools.optimizer_side import COPY_ACCESSES, conversion_bytes
 from tests.documents import README, ROOT, blocks_of
 from tests.runtime.schedule_rules import table
 
@@ -77,6 +78,63 @@ def test_figures_in_the_text_are_those_that_were_measured() -> None:
     waiting, stale = (sum(losses[mode]["ours"][-10:]) / 10 for mode in ("sync", "async"))
     words = re.sub(r"\s+", " ", (DOCS / "asynchronous.md").read_text())
     assert f"at a loss of {waiting:.2f} with `is_async=False` and of {stale:.2f} without" in words
+
+
+def test_bytes_of_an_update_are_those_that_plans_count() -> None:
+    moved = 4 * COPY_ACCESSES["adamw"] + sum(conversion_bytes(4, 2))
+    assert f"the host moves {moved} bytes per parameter of a bfloat16 model" in (DOCS / "asynchronous.md").read_text()
+
+
+def test_peaks_under_a_cap_are_those_that_were_measured() -> None:
+    """Each row of the page has a run behind it, and each run a row."""
+    runs = json.loads((ROOT / "benchmarks" / "results" / "fits_h200.json").read_text())["results"]
+    measured = {run["command"].partition("fits.py ")[2]: run["steps"] for run in runs}
+    eight, long = "--batch 32 --microbatches 8", "--grain layer"
+    cases = [
+        (f"plain-1.7b --cap 24 {eight}", f"plain-1.7b --cap 12 {eight}"),
+        (f"plain-1.7b --cap 24 --budget 16 {eight}", None),
+        (f"plain-3.6b --cap 24 {eight}", f"plain-3.6b --cap 12 {eight}"),
+        (f"plain-3.6b --cap 24 --budget 16 {eight}", None),
+        (f"qwen3-1.7b --cap 24 {eight}", f"qwen3-1.7b --cap 12 {eight}"),
+        (None, f"qwen3-8b-lora --cap 12 --length 16384 {long}"),
+        (None, f"qwen3-8b-lora --cap 12 --length 32768 {long} --steps 2"),
+        (f"qwen3-8b-lora --cap 24 --length 131072 {long} --steps 3", None),
+    ]
+    _, _, rest = (DOCS / "hardware.md").read_text().partition("| peak under 24 GB | under 12 GB |\n|---|---|---|---|\n")
+    rows = [line.split("|")[3:5] for line in rest.partition("\n\n")[0].splitlines()]
+    for cells, commands in zip(rows, cases, strict=True):
+        for cell, command in zip(cells, commands, strict=True):
+            peaks = {f"{step['peak_gb']:.1f}" for step in measured.pop(command)} if command else set()
+            shown = set(re.findall(r"([\d.]+) GB", cell))
+            assert shown <= peaks and max(map(float, shown), default=0) == max(map(float, peaks), default=0), cell
+    assert not measured
+
+
+def test_rows_of_decoders_are_those_that_were_measured() -> None:
+    """Speeds, the slowest and the fastest where a row was measured again, and peaks; in the order of the table."""
+    cases = [
+        ("rows_h200", "2.0b-all-8x4x2048", "auto"),
+        ("rows_h200", "1.5b-24-8x4x2048", "auto"),
+        ("rows_h200", "2.0b-24-4x1x2048", "auto"),
+        ("rows_h200", "2.0b-24-4x1x2048", "full"),
+        ("rows_h200_16_cores", "2.0b-24-4x1x2048", "auto"),
+        ("rows_h200_16_cores", "2.0b-all-8x4x2048", "auto"),
+        ("rows_h200_16_cores", "2.0b-all-4x1x2048", "auto"),
+        ("rows_h200_16_cores", "1.5b-24-8x4x2048", "auto"),
+        ("rows_h200_16_cores", "qwen3-8b-lora-24-4x1x4096", "auto"),
+        ("rows_h200_16_cores", "qwen3-8b-lora-all-4x1x4096", "auto"),
+        ("rows_h200", "qwen3-8b-lora-24-4x1x4096", "auto"),
+        ("rows_h200", "2.0b-all-16x4x2048-x2", "auto"),
+        ("rows_h200", "1.5b-24-16x4x2048-x2", "auto"),
+    ]
+    _, _, rest = (DOCS / "comparison.md").read_text().partition("`residency` as below |")
+    rows = [line.split("|")[3:6] for line in rest.partition("\n\n")[0].splitlines()[2:]]
+    for (speed, _, peak), (file, name, kind) in zip(rows, cases, strict=True):
+        measured = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["results"]["rows"][name]
+        ways = [way for key, way in measured["ways"].items() if key.partition(",")[0] == kind and "seconds" in way]
+        speeds = sorted({f"{way['tokens_per_s'] / 1e3:.1f} K" for way in ways}, key=lambda text: float(text[:-2]))
+        assert speed.strip() == " to ".join(dict.fromkeys((speeds[0], speeds[-1]))), name
+        assert peak.split("(")[0].strip() == f"{max(way['peak_bytes'] for way in ways) / 1e9:.1f} GB", name
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")

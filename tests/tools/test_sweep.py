@@ -110,11 +110,22 @@ def test_the_table_of_cards_has_every_profile() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("options", "column"), [(("--lora", "16"), 1), ((), 5)])
+@pytest.mark.parametrize("card", ["RTX-3060", "RTX-4090", "L40S", "A100-80G", "H100", "B200"])
+@pytest.mark.parametrize(("options", "columns"), [(("--lora", "16"), slice(0, 4)), ((), slice(4, 8))])
 def test_the_table_of_cards_is_what_plan_says(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], column: int
+    capsys: pytest.CaptureFixture[str], card: str, options: tuple[str, ...], columns: slice
 ) -> None:
-    assert cli.main(["plan", str(QWEN), "--batch", "16", "--device-profile", "RTX-4090", *options]) == 0
-    (found,) = re.findall(r"^step .* ([\d,]+) tokens/s", capsys.readouterr().out, re.MULTILINE)
-    speeds = [float(text.replace(",", "")) for text in (found, documented_cards()["RTX-4090"][column])]
-    assert speeds[0] == pytest.approx(speeds[1], rel=0.03), "make the table anew: plan ... --sweep cards"
+    assert cli.main(["plan", str(QWEN), "--batch", "16", "--device-profile", card, *options]) == 0
+    found = re.search(
+        r"^step +(.*?), ([\d,]+) tokens/s.*^device memory +(.*?):.*^verdict +fits if the host has (.*?)$",
+        capsys.readouterr().out,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert found is not None
+    for mine, theirs in zip(found.groups(), documented_cards()[card][columns], strict=True):
+        units, shown_units = (re.sub(r"[\d.,]+", "", text) for text in (mine, theirs))
+        numbers, shown = (
+            [float(each.replace(",", "")) for each in re.findall(r"[\d.,]+", text)] for text in (mine, theirs)
+        )
+        assert units == shown_units
+        assert numbers == pytest.approx(shown, rel=0.03), "make the table anew: plan ... --sweep cards"
