@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,36 @@ def test_what_a_late_thread_was_to_let_go_of_is_held_as_without_it(num_runs: int
     assert pace.has_left
     pace.let_go()
     assert not pace.has_left
+
+
+class Late:
+    """Memory that takes long to free."""
+
+    def __init__(self, is_being_freed: threading.Event, is_free: threading.Event) -> None:
+        self.is_being_freed, self.is_free = is_being_freed, is_free
+
+    def __del__(self) -> None:
+        self.is_being_freed.set()
+        self.is_free.wait(0.2)
+        self.is_free.set()
+
+
+@pytest.mark.parametrize("goes_on", [Pace.begin_step, Pace.let_go])
+def test_what_a_thread_is_letting_go_of_is_gone_before_the_worker_goes_on(goes_on: Callable[[Pace], None]) -> None:
+    """Else it would be beside what the next step makes, in no plan."""
+    leaving, device = InFlight(), SlowDevice()
+    pace = Pace(device, InFlight(), leaving)  # type: ignore[arg-type]
+    is_being_freed, is_free = threading.Event(), threading.Event()
+    leaving.add(device.record(None), Late(is_being_freed, is_free))
+    leaving.add(device.record(None), "others")
+    (rest,) = pace.leave()
+    thread = threading.Thread(target=rest.wait)
+    thread.start()
+    assert is_being_freed.wait(20)
+    goes_on(pace)
+    assert is_free.is_set()
+    thread.join(20)
+    assert not rest and not thread.is_alive()
 
 
 def test_an_abandoned_run_leaves_nothing() -> None:

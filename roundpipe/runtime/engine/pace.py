@@ -12,6 +12,7 @@ own is: what goes down by it lives through the next run, and gradients of weight
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self._entries: deque[tuple[Event, Any, int]] = deque()
+        self._lock = threading.RLock()
+        """Held while another thread lets go of tensors: memory that it has yet to free is in no plan."""
         self.num_runs = 0
         """Microbatches of stages that were begun: the present one has this number."""
         self.held_runs = 0
@@ -70,7 +73,8 @@ class InFlight:
         with contextlib.suppress(IndexError):  # another thread has let go of all at once
             while self._entries:
                 self._entries[0][0].synchronize()
-                self._entries.popleft()
+                with self._lock:
+                    self._entries.popleft()
 
     def take(self) -> InFlight:
         """All of them, for another thread to wait for; none is left here."""
@@ -79,15 +83,15 @@ class InFlight:
         return rest
 
     def take_back(self, rest: InFlight) -> None:
-        """Hold again what another thread has not let go of."""
-        entries, rest._entries = rest._entries, deque()
-        with contextlib.suppress(IndexError):  # it may be about to let go of one more
-            while entries:
-                self._entries.appendleft(entries.pop())
+        """Hold again what another thread has not let go of; the rest is gone."""
+        with rest._lock:
+            entries, rest._entries = rest._entries, deque()
+        self._entries.extendleft(reversed(entries))
 
     def clear(self) -> None:
         """Let go of all at once; the device must be done."""
-        self._entries.clear()
+        with self._lock:
+            self._entries.clear()
 
     def __len__(self) -> int:
         return len(self._entries)
