@@ -30,8 +30,8 @@ MAX_CLASSES = 16
 """That a loss is measured on, before it is taken to weigh the others alike; and times that this may tell nothing."""
 MIN_SPREAD = 100
 """How many times as far apart two samples' losses must be as a weighing is off, to tell that it weighs them right."""
-TOLERANCE = 0.02
-"""By how much a weighing may be off, relatively, since the model may compute in half precision."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
+"""By how much a weighing may be off, relatively, by rounding; the latter if the model computes in half precision."""
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class LossKind:
     label_names: Sequence[str]
     known: Weighing | None = None
     """Its weighing, where it needs no measurement."""
+    tolerance: float = TOLERANCE
     errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEIGHINGS, 0.0))
     """Of each weighing that may be the loss's, by how much it was off at most so far."""
     _num_measured: int = 0
@@ -194,7 +195,7 @@ class LossKind:
             together = sum(factor * loss for factor, loss in zip(found, losses, strict=True))
             off[kind] = abs(together - whole) / size
             self.errors[kind] = max(self.errors[kind], off[kind])
-        limit = min(TOLERANCE, 10 * max(min(self.errors[kind] for kind in told), 1e-6))
+        limit = min(self.tolerance, 10 * max(min(self.errors[kind] for kind in told), 1e-6))
         untold = {kind for kind, each in weights.items() if kind not in told and None not in each}
         self.errors = {
             kind: error for kind, error in self.errors.items() if kind in untold or kind in told and error <= limit

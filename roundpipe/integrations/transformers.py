@@ -32,7 +32,7 @@ from roundpipe.api import compile
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.arguments import RoundPipeArguments
-from roundpipe.integrations.microbatches import Batch, LossKind, Weighing, cut
+from roundpipe.integrations.microbatches import HALF_TOLERANCE, TOLERANCE, Batch, LossKind, Weighing, cut
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -261,7 +261,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         key = is_own, num_items is None
         if key not in self._kinds:
             known = self._weighing(cut(batch, number)[0]) if is_own else None
-            self._kinds[key] = LossKind(self.label_names, known)
+            self._kinds[key] = LossKind(self.label_names, known, HALF_TOLERANCE if self._is_rounded else TOLERANCE)
         kind = self._kinds[key]
         pieces = kind.cut(batch, number, functools.partial(self._measure, num_items=num_items, is_own=is_own))
         return [(piece, LossInputs(piece.inputs, num_items, factor * share)) for piece, factor in pieces]
@@ -275,6 +275,11 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             "label": [label for _, label in microbatches],
             "loss_fn": own_loss if is_own else self._loss_of,
         }
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether the model computes in half precision."""
+        return self.accelerator.native_amp or any(each.dtype in _HALF for each in self.model.parameters())
 
     def _weighing(self, piece: Batch) -> Weighing | None:
         """Of the model's own loss, if the graph for such a piece tells it."""

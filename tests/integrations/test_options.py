@@ -105,6 +105,20 @@ def test_what_a_loss_is_is_measured(kind: str) -> None:
     assert measured.count(3) == times + 1 if kind != "neither" else 1  # once above
 
 
+def test_means_of_different_kinds_are_told_from_one_although_samples_have_like_losses() -> None:
+    """As those of a new model: 1.2 and 1.21, so that any weighing gives nearly the loss of both together."""
+    labels = torch.tensor([[1, 1, 1, 1], [1, 1, -100, -100]])
+
+    def loss_of(batch: Batch) -> float:
+        each, counted = batch.kwargs["each"], batch.kwargs["labels"].ne(-100)
+        by_tokens = (each[:, None] * counted).sum() / counted.sum()
+        return float(by_tokens + each.mean())
+
+    batch = Batch((), {"each": torch.tensor([1.2, 1.21]), "labels": labels})
+    with pytest.warns(UserWarning, match="the loss is neither"):
+        assert len(LossKind(["labels"]).cut(batch, 2, lambda batches: [loss_of(each) for each in batches])) == 1
+
+
 WEIGHTS = torch.tensor([0.5, 1.0, 1.5, 1.0])
 
 
