@@ -106,6 +106,20 @@ class TwoCallsInRotation(RoundPipeTrainerMixin, TwoCalls):
     """The same in rotation."""
 
 
+class Inside(Trainer):
+    """Its loss is made of what modules of the model give."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        hidden = model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        logits = model.lm_head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class InsideInRotation(RoundPipeTrainerMixin, Inside):
+    """The same in rotation."""
+
+
 class Weighted(Trainer):
     """Its loss is a mean by the weights of classes."""
 
@@ -171,6 +185,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "gradient checkpointing": (llama, {"gradient_checkpointing": True, "gradient_accumulation_steps": 3}),
     "no clipping": (llama, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
+    "modules of the model": (llama, {"kinds": (Inside, InsideInRotation), "devices": 2, "eval_strategy": "epoch"}),
     "two calls": (llama, {"kinds": (TwoCalls, TwoCallsInRotation), "devices": 2}),
 }
 LONG = [pytest.param(*CASES[name], id=name, marks=pytest.mark.long) for name in CASES]
