@@ -14,10 +14,14 @@ from torch import nn
 
 
 class ModelStandIn:
-    """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``, and ``others`` are attributes of its own."""
+    """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``, and ``others`` are attributes of its own.
+
+    Of another stand-in it has the model, and the attributes, too.
+    """
 
     def __init__(self, model: nn.Module, answer: Callable[..., Any], **others: Any) -> None:
-        self.__dict__.update(others, _model=model, _answer=answer)
+        known = model.__dict__ if type(model) is ModelStandIn else {"_model": model}
+        self.__dict__.update({**known, **others, "_answer": answer})
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -292,14 +292,16 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         return lambda piece: next(iter(counts(piece.args, piece.kwargs).values()), -1)
 
     def _measure(self, batches: Sequence[Batch], num_items: Any, is_own: bool) -> list[float]:
-        """The loss of each batch by itself, without dropout."""
-        was_training = self.model.training
+        """Losses of batches, each by itself, without dropout; loss code that asks for the mode gets that of before."""
+        own, was_training = self.model, self.model.training
         self.pipe.eval()
+        self.model = ModelStandIn(own, own, training=was_training)
         try:
             microbatches = [(batch, LossInputs(batch.inputs, num_items, 1.0)) for batch in batches]
             with self.accelerator.autocast():
                 return [float(self.pipe.forward_loss(**self._call([each], is_own=is_own))) for each in microbatches]
         finally:
+            self.model = own
             self.pipe.train(was_training)
 
     # Evaluation

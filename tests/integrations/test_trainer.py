@@ -106,6 +106,25 @@ class TwoCallsInRotation(RoundPipeTrainerMixin, TwoCalls):
     """The same in rotation."""
 
 
+class SumInTraining(Trainer):
+    """Its loss is a sum in training, and a mean in evaluation."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        reduction = "sum" if model.training and self.model.training else "mean"
+        loss = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction=reduction)
+        return (loss, outputs) if return_outputs else loss
+
+
+class SumInTrainingInRotation(RoundPipeTrainerMixin, SumInTraining):
+    """The same in rotation."""
+
+
+def test_loss_code_that_asks_for_the_mode_is_measured_as_it_trains(tmp_path: Path) -> None:
+    options = {"devices": 2, "data_collator": classified, "eval_strategy": "epoch"}
+    train_both(bert, tmp_path, (SumInTraining, SumInTrainingInRotation), **options)
+
+
 class Inside(Trainer):
     """Its loss is made of what modules of the model give."""
 
