@@ -145,7 +145,13 @@ def masked(size=7):
     return labels, (labels != -100).double()
 
 
+def contrastive(logits, label):
+    first, second = logits[:, 0], logits[:, 1]
+    return F.cross_entropy(first @ second.T, torch.arange(len(logits)))
+
+
 WRONG = {
+    "a comparison": (contrastive, "compare outputs with each other"),
     "over a mask": (over_mask, "not in proportion"),
     "over a clamped mask": (over_clamped, "not in proportion"),
     "of selected targets": (selected, "not in proportion"),

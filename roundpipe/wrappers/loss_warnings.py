@@ -40,6 +40,10 @@ _TEXTS = {
 
 
 _OF_LOSS_FN: dict[Verdict, str] = {
+    "compares samples": (
+        "but they compare outputs with each other, and a microbatch has only those of its own samples: loss and "
+        "gradients differ from those of the whole batch. Give loss_scope='batch'"
+    ),
     "not by samples": (
         "but they are divided by numbers that are not in proportion to these, such as the number of targets, the sum "
         "of a mask or the weights of classes: loss and gradients differ from those of the whole batch. Let loss_fn "

@@ -12,7 +12,7 @@ LABELS = torch.tensor([[0, 1, -100], [2, -100, -100], [3, 3, 3], [4, 0, -100]])
 WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
 MASK = (LABELS != -100).float()
 NUMBER = MASK.sum().item()
-DIVIDED, UNKNOWN, BENT, SUM = "divided", "unknown", "not linear", "sum"
+DIVIDED, UNKNOWN, BENT, SUM, COMPARES = "divided", "unknown", "not linear", "sum", "compares samples"
 
 
 class Double(torch.autograd.Function):
@@ -27,6 +27,10 @@ class Double(torch.autograd.Function):
 
 def entropy(x, **options):
     return F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), **options)
+
+
+def ordered(x):
+    return torch.arange(len(x))
 
 
 def each(x):
@@ -61,6 +65,12 @@ LOSSES = {
     "scalars by weights": (lambda x: (torch.stack([entropy(x), x.mean()]) * WEIGHT[:2]).mean(), [(UNKNOWN, 1)]),
     "a function of its own": (lambda x: Double.apply(entropy(x)), [(UNKNOWN, 1)]),
     "flooded": (lambda x: (entropy(x) - 0.1).abs() + 0.1, [(UNKNOWN, 1)]),
+    "similarities": (lambda x: F.cross_entropy(x[:, 0] @ x[:, 1].T, ordered(x)), [(COMPARES, 1)]),
+    "distances": (lambda x: torch.cdist(x[:, 0], x[:, 1]).mean() + x.mean(), [(COMPARES, 1), (DIVIDED, 60)]),
+    "distances of pairs": (lambda x: F.pdist(x.flatten(1)).sum() / 6, [(COMPARES, 1)]),
+    "in each sample": (lambda x: sum((each @ each.T).mean() for each in x) / 4, [(DIVIDED, 36)] * 4),
+    "products in each sample": (lambda x: (x @ x.transpose(1, 2)).mean(), [(DIVIDED, 36)]),
+    "products with weights": (lambda x: (x.flatten(1) @ SCALE.expand(15, 2)).mean(), [(DIVIDED, 8)]),
     "a root": (lambda x: x.square().mean().sqrt(), [(BENT, 1)]),
     "a product": (lambda x: entropy(x) * x.square().mean(), [(BENT, 1)]),
     "over outputs": (lambda x: 3 / x.square().mean(), [(BENT, 1)]),
@@ -99,6 +109,7 @@ def test_outputs_that_are_leaves_or_scalars_or_not_known():
         ([[LossPart(SUM), LossPart(SUM)]] * 2, [0.5, 0.5], "sum"),
         ([[LossPart(SUM), LossPart(DIVIDED, (2.0,))]] * 2, [0.5, 0.5], "not by samples"),
         ([[LossPart(BENT)], [LossPart(BENT)]], [0.5, 0.5], "not linear"),
+        ([[LossPart(COMPARES), LossPart(SUM)]] * 2, [0.5, 0.5], "compares samples"),
         ([[LossPart(UNKNOWN)], [LossPart(DIVIDED, (2.0,))]], [0.5, 0.5], "unknown"),
         ([[LossPart(DIVIDED, (2.0,))], []], [0.5, 0.5], "unknown"),
         ([[], []], [0.5, 0.5], "right"),

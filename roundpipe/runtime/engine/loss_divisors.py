@@ -20,12 +20,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from roundpipe.core import trees
 
-Verdict = Literal["right", "not by samples", "not linear", "sum", "unknown"]
+Verdict = Literal["right", "compares samples", "not by samples", "not linear", "sum", "unknown"]
 """Of losses that were averaged by samples: whether that is the loss of the batch, and if not, why."""
 
 _PASSING = frozenset("ToCopy Clone Alias Squeeze Unsqueeze View UnsafeView ReshapeAlias Neg".split())
 _BENT = frozenset("Sqrt Rsqrt Pow Exp Expm1 Log Log1p Log2 Log10 Reciprocal Tanh Sigmoid Softplus LogSigmoid".split())
 """Functions of a scalar that no mean goes through."""
+_COMPARING = frozenset("Mm Addmm Mv Dot Cdist EuclideanDist Pdist".split())
+"""Products and distances that have rows of one operand meet all rows of the other."""
+_APART = frozenset("Select Unbind".split())
+"""What may take one sample of all."""
 _MEAN, _SUM = 1, 2
 """Reductions as torch's losses save them."""
 _EXACT, _HALF = 1e-6, 1e-2
@@ -36,7 +40,7 @@ _EXACT, _HALF = 1e-6, 1e-2
 class LossPart:
     """A reduction among those that a loss adds up."""
 
-    kind: Literal["divided", "sum", "not linear", "unknown"]
+    kind: Literal["divided", "sum", "compares samples", "not linear", "unknown"]
     """``"sum"`` is one of torch's losses by ``reduction="sum"``, divided by nothing."""
     divisors: tuple[float | torch.Tensor, ...] = ()
 
@@ -64,14 +68,16 @@ def verdict(microbatches: Sequence[Sequence[LossPart]], shares: Sequence[float])
     if len({len(terms) for terms in microbatches}) > 1:
         return "unknown"
     each = [_of_term(terms, shares) for terms in zip(*microbatches, strict=True)]
-    if len(each) > 1 and "sum" in each:
+    if len(each) > 1 and "sum" in each and "compares samples" not in each:
         return "sum" if set(each) == {"sum"} else "not by samples"
-    order: tuple[Verdict, ...] = ("not by samples", "not linear", "sum", "unknown")
+    order: tuple[Verdict, ...] = ("compares samples", "not by samples", "not linear", "sum", "unknown")
     return next((kind for kind in order if kind in each), "right")
 
 
 def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
     kinds = {term.kind for term in terms}
+    if "compares samples" in kinds:
+        return "compares samples"
     if len(kinds) > 1 or kinds == {"unknown"}:
         return "unknown"
     if kinds == {"not linear"}:
@@ -143,11 +149,11 @@ class _GradientWalk:
 
     def _torchs_loss(self, node: Any, divisors: tuple[float | torch.Tensor, ...]) -> None:
         if node._saved_reduction == _SUM:
-            self.found.append(LossPart("divided", divisors) if divisors else LossPart("sum"))
+            self._add(node, LossPart("divided", divisors) if divisors else LossPart("sum"))
             return
         weight = getattr(node, "_saved_total_weight", None)
         number = float(math.prod(_shape(node.next_functions[0]))) if weight is None else _small(weight)
-        self.found.append(LossPart("divided", (*divisors, number)))
+        self._add(node, LossPart("divided", (*divisors, number)))
 
     def _reduced(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
         """A sum or mean over elements, or one of another over some of their dimensions."""
@@ -157,7 +163,20 @@ class _GradientWalk:
                 divisors = (*divisors, math.prod(_shape(source)) / max(math.prod(_shape(edge)), 1))
             edge = source
         is_known = bool(divisors) and not self._has_scalars(edge[0])
-        self.found.append(LossPart("divided", divisors) if is_known else LossPart("unknown"))
+        self._add(edge[0], LossPart("divided", divisors) if is_known else LossPart("unknown"))
+
+    def _add(self, node: Any, part: LossPart) -> None:
+        """A term that a node has reduced elements to, or whose elements it has made."""
+        is_compared = self._is_certain and any(self._compares(each) for each in self._behind(node))
+        self.found.append(LossPart("compares samples") if is_compared else part)
+
+    def _compares(self, node: Any) -> bool:
+        """Whether outputs meet outputs in a product or a distance, as samples do in a contrastive loss."""
+        if node in self.ends or _name(node) not in _COMPARING:
+            return False
+        sources = [each for each, _ in node.next_functions if each is not None]
+        has_outputs = [not self.ends.isdisjoint(self._behind(each, of_all=True)) for each in sources]
+        return sum(has_outputs) > 1 or any(has_outputs) and _name(node) == "Pdist"
 
     def _has_scalars(self, node: Any) -> bool:
         """Whether elements are made of scalars that outputs were reduced to before, such as losses in a row."""
@@ -171,14 +190,14 @@ class _GradientWalk:
             self._reaching[node] = any(each in self.ends for each in self._behind(node))
         return self._reaching[node]
 
-    def _behind(self, node: Any) -> Iterator[Any]:
-        """The nodes from one to the model's outputs, or to leaves."""
+    def _behind(self, node: Any, *, of_all: bool = False) -> Iterator[Any]:
+        """The nodes from one to the model's outputs, or to leaves; ``of_all``: or to where one of all is taken."""
         pending, seen = [node], {None}
         while pending:
             if (one := pending.pop()) not in seen:
                 seen.add(one)
                 yield one
-                if one not in self.ends:
+                if one not in self.ends and not (of_all and _name(one) in _APART and not one._saved_dim):
                     pending += [each for each, _ in one.next_functions]
 
 
