@@ -7,10 +7,14 @@ for attributes, its class included, like the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from roundpipe.core.contexts import contextmanager
+from roundpipe.effects.places import CONTAINER, CONTAINERS, contents
 
 
 class ModelStandIn:
@@ -81,3 +85,29 @@ def answer_once(model: nn.Module, outputs: Any) -> ModelStandIn:
         return left.pop()
 
     return ModelStandIn(model, give)
+
+
+@contextmanager
+def attributes_kept(owner: Any) -> Iterator[None]:
+    """What is done inside to the attributes of an object, and to the containers that they hold, is taken back."""
+    attributes = dict(vars(owner))
+    held = [(container, contents(container)) for container in _containers_in(attributes)]
+    try:
+        yield
+    finally:
+        for name in vars(owner).keys() - attributes.keys():
+            delattr(owner, name)
+        vars(owner).update(attributes)
+        for container, before in held:
+            CONTAINER.write(container, None, before)
+
+
+def _containers_in(values: dict[str, Any]) -> list[Any]:
+    """Those among the values, and among the values of dicts that are; lists, such as data, may be long."""
+    found: dict[int, Any] = {}
+    pending = deque(values.values())
+    while pending:
+        if isinstance(value := pending.popleft(), CONTAINERS) and id(value) not in found:
+            found[id(value)] = value
+            pending += value.values() if isinstance(value, dict) else ()
+    return list(found.values())

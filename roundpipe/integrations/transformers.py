@@ -34,7 +34,14 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.arguments import RoundPipeArguments
 from roundpipe.integrations.microbatches import HALF_TOLERANCE, TOLERANCE, Batch, LossKind, Weighing, cut
 from roundpipe.integrations.optimizers import LateOptimizer
-from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
+from roundpipe.integrations.stand_in import (
+    CalledAgain,
+    ModelStandIn,
+    answer_once,
+    arguments_for_model,
+    attributes_kept,
+    model_of,
+)
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.microbatch.pieces import BatchPieces
 from roundpipe.wrappers.model_view import ModelView
@@ -250,7 +257,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _pieces_of(self, inputs: dict[str, Any], num_items: Any, number: int, share: float) -> list[Microbatch]:
         """A batch of the training as up to ``number`` microbatches."""
-        args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
+        with attributes_kept(self):
+            args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         is_own = self._is_own_loss
         batch = Batch(args, kwargs, {} if is_own else inputs)
         return self._cut(batch, num_items, number, share, is_own)
@@ -293,15 +301,14 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _measure(self, batches: Sequence[Batch], num_items: Any, is_own: bool) -> list[float]:
         """Losses of batches, each by itself, without dropout; loss code that asks for the mode gets that of before."""
-        own, was_training = self.model, self.model.training
+        was_training = self.model.training
         self.pipe.eval()
-        self.model = ModelStandIn(own, own, training=was_training)
         try:
             microbatches = [(batch, LossInputs(batch.inputs, num_items, 1.0)) for batch in batches]
-            with self.accelerator.autocast():
+            with attributes_kept(self), self.accelerator.autocast():
+                self.model = ModelStandIn(self.model, self.model, training=was_training)
                 return [float(self.pipe.forward_loss(**self._call([each], is_own=is_own))) for each in microbatches]
         finally:
-            self.model = own
             self.pipe.train(was_training)
 
     # Evaluation

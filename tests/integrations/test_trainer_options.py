@@ -192,3 +192,5 @@ def test_trl_makes_few_traces(make: Any, accumulation: int, tmp_path: Path) -> N
     assert_same_log(plain, ours)
     assert_same_weights(plain.model, ours.model)
     assert ours.pipe.trace_count <= 4
+    counts = [[entry["num_tokens"] for entry in each.state.log_history if "num_tokens" in entry] for each in trained]
+    assert counts[0] == counts[1]
