@@ -23,7 +23,7 @@ class ModelStandIn:
     Of another stand-in it has the model, and the attributes, too.
     """
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any], **others: Any) -> None:
+    def __init__(self, model: Any, answer: Callable[..., Any], **others: Any) -> None:
         known = model.__dict__ if type(model) is ModelStandIn else {"_model": model}
         self.__dict__.update({**known, **others, "_answer": answer})
 
