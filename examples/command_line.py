@@ -28,14 +28,22 @@ class Refused(Exception):
     """Something given can't be used; the message tells the user what to change."""
 
 
+class WithDefaults(argparse.RawDescriptionHelpFormatter):
+    """Shows the description as it stands, and numbers that are defaults."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_number = type(action.default) in (int, float)
+        return f"{action.help}; default: {action.default}" if is_number else action.help or ""
+
+
 class Parser(argparse.ArgumentParser):
     """Takes the options that all examples have, and refuses wrong ones without printing the usage."""
 
     def __init__(self, description: str | None) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
+        super().__init__(description=description, formatter_class=WithDefaults)
+        self.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators, or cpu,cpu')
         self.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
-        self.add_argument("--seed", type=int, default=0)
+        self.add_argument("--seed", type=int, default=0, help="of weights and batches")
         self.add_argument("--check", action="store_true", help="compare with plain PyTorch")
         self.add_argument(
             "--timeline",
@@ -47,10 +55,10 @@ class Parser(argparse.ArgumentParser):
     def add_text_options(self, steps: int, batch: int, lr: float | None, rate: str = "") -> None:
         """What examples that train on a text have."""
         self.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
-        self.add_argument("--steps", type=int, default=steps)
+        self.add_argument("--steps", type=int, default=steps, help="updates of the weights")
         self.add_argument("--batch", type=int, default=batch, help="sequences per step")
         self.add_argument("--seq", type=int, default=128, help="tokens per sequence")
-        self.add_argument("--lr", type=float, default=lr, help=rate or None)
+        self.add_argument("--lr", type=float, default=lr, help=f"learning rate; {rate}".removesuffix("; "))
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help shows the options)")

@@ -34,12 +34,12 @@ TOLERANCE = 1e-4
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = Parser(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="updates of the weights")
     parser.add_argument("--batch", type=int, default=4, help="paragraphs per batch")
     parser.add_argument("--accumulate", type=int, default=4, help="batches per step, the microbatches of one round")
     parser.add_argument("--seq", type=int, default=128, help="bytes of a paragraph at most")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--layers", type=int, default=6, help="of the Llama")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     options = parser.parse_args(argv)
     parser.require_positive(options, "steps", "batch", "accumulate", "seq", "layers", "microbatches")
     return options

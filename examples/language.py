@@ -113,7 +113,9 @@ def byte_llama(hidden_size: int = 256) -> tuple[Any, Any]:
 def load_checkpoint(folder: Path) -> tuple[nn.Module, Any]:
     """A causal language model in the dtype of its file, and its tokenizer."""
     if not folder.is_dir():
-        raise Refused(f"--model {folder} is not a folder")
+        is_name = folder.as_posix().count("/") == 1 and not folder.parent.exists()  # of a model on the hub
+        fetch = f"; hf download {folder} --local-dir {folder.name} makes one" if is_name else ""
+        raise Refused(f"--model {folder} is not a folder{fetch}")
     if not (folder / "config.json").is_file():
         raise Refused(f"--model {folder} has no config.json: not a Hugging Face checkpoint")
     try:

@@ -67,10 +67,10 @@ class DigitsNet(nn.Module):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked."""
     parser = Parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20, help="passes over all images")
     parser.add_argument("--batch", type=int, default=96, help="images per step")
-    parser.add_argument("--channels", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--channels", type=int, default=16, help="of the stem and of the fine blocks")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     options = parser.parse_args(argv)
     parser.require_positive(options, "epochs", "batch", "microbatches", "channels")
     return options

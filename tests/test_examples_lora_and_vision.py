@@ -165,6 +165,7 @@ def test_a_missing_package_is_named(on_path: None, capsys: pytest.CaptureFixture
     [
         (["--rank", "0"], "--rank must be at least 1, not 0"),
         (["--model", "/nowhere"], "--model /nowhere is not a folder"),
+        (["--model", "Some/Model"], "is not a folder; hf download Some/Model --local-dir Model makes one"),
         (["--devices", "tpu"], "--devices tpu: 'tpu' can't be used here"),
     ],
 )

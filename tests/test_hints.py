@@ -196,3 +196,15 @@ def test_a_microbatch_of_one_sample_is_named_as_the_cause():
         with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             piped.forward_backward((torch.randn(1, 3),), loss_fn=given["loss_fn"], run_config=RoundPipeRunConfig(1))
         assert not any("left" in note for note in caught.value.__notes__)
+
+
+def test_calls_that_miss_where_a_models_arguments_belong_are_told():
+    with roundpipe.compile(nn.Sequential(nn.Linear(3, 3)), devices=["cpu"]) as piped:
+        with pytest.raises(TypeError, match="belong in input_args and input_kwargs"):
+            piped.forward_backward(input_ids=torch.ones(2, 3))
+        with pytest.raises(roundpipe.ConfigError, match=r"input_args is dict; .* as a dict, input_kwargs=\{"):
+            piped.forward_backward({"input": torch.ones(2, 3)})
+        with pytest.raises(roundpipe.LossError, match="Without loss_fn=, the model's outputs are taken for losses"):
+            piped.forward_backward((torch.ones(2, 3),), label=torch.ones(2, 3))
+        with pytest.raises(roundpipe.LossError, match="needs its labels in input_kwargs"):
+            piped.forward_backward((torch.ones(2, 3),), loss_fn=lambda outputs, label: None)

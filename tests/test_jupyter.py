@@ -164,7 +164,7 @@ def test_the_notebook_of_the_examples_runs(kernel: Kernel) -> None:
     notebook = json.loads((Path(__file__).parent.parent / "examples" / "tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     printed = []
-    for cell in cells:
+    for cell in (each for each in cells for _ in range(2)):  # people run cells again
         text, error = kernel.run(cell)
         assert error is None, cell
         printed.append(text)

@@ -68,9 +68,14 @@ def check_keywords(name: str, value: Any) -> None:
             raise ConfigError(f"{name}: the keyword {key!r} is {type(key).__name__}; keywords are strings")
 
 
+def positional(keywords: str) -> str:
+    """What to give as a call's positional arguments, for a message; ``keywords`` is the option beside them."""
+    return f"a tuple of the model's arguments, such as (x,), and those with a name as a dict, {keywords}={{...}}"
+
+
 def check_example(example_args: Any, example_kwargs: Any) -> None:
     """Raise `ConfigError` for what can't be the arguments of a call."""
-    check_type("example_args", example_args, tuple, "a tuple of the model's arguments, such as (x,)")
+    check_type("example_args", example_args, tuple, positional("example_kwargs"))
     if example_kwargs is not None:
         check_keywords("example_kwargs", example_kwargs)
 

@@ -86,4 +86,6 @@ def _unknown(function: Callable[..., Any], option: str, options: Sequence[str]) 
         advice = f"it is given as {_PLACES[option]}"
     else:
         advice = f"there are {', '.join(options)}"
+        if "input_kwargs" in options:
+            advice += "; arguments of the model belong in input_args and input_kwargs"
     return OptionError(f"{function.__qualname__.removesuffix('.__init__')} has no option {option!r}; {advice}")

@@ -5,10 +5,12 @@ Invariant: both say the same, and which figures they rest on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from roundpipe.core.errors import OUT_OF_MEMORY_TEXT
 from roundpipe.core.tiling import UNTILED
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
@@ -101,7 +103,18 @@ def verdict(result: Forecast, short: bool = False) -> str:
         return "fits"
     if result.fits:
         return f"fits if the host has {format_bytes(result.host_bytes)}"
-    return "doesn't fit" if short else f"doesn't fit, because {'; and '.join(result.reasons)}"
+    if short:
+        return "doesn't fit"
+    reasons = "; and ".join(result.reasons).replace(f"The device is{OUT_OF_MEMORY_TEXT} ", "")
+    return f"doesn't fit, because {_LARGE_BYTES.sub(_rounded, reasons)}"
+
+
+_LARGE_BYTES = re.compile(r"\d{1,3}(?:,\d{3}){2,}(?: bytes)?")
+
+
+def _rounded(match: re.Match[str]) -> str:
+    """Exact bytes of an error, as a table has them."""
+    return format_bytes(int(match[0].removesuffix(" bytes").replace(",", "")))
 
 
 def lives_there_text(result: Forecast) -> str:

@@ -11,6 +11,8 @@ from roundpipe.core.checks import path_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.quantities import parse_quantity
 
+LEAST_QUANTITY = 1000.0
+"""Below it a unit was forgotten: nobody means 24 bytes or 31 bytes/s."""
 LARGEST_QUANTITY = 1e24
 
 _Number = TypeVar("_Number", int, float)
@@ -18,12 +20,11 @@ _Value = TypeVar("_Value")
 
 
 def quantity(text: str) -> float:
-    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``, in the range of quantities."""
     value = parse_quantity(text)
-    if not 1 <= value <= LARGEST_QUANTITY:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
-        )
+    if not LEAST_QUANTITY <= value <= LARGEST_QUANTITY:
+        problem = "has no unit" if 0 < value < LEAST_QUANTITY else "can't be used"
+        raise argparse.ArgumentTypeError(f"{text!r} {problem}; give one such as 24GiB, 25GB/s or 165T")
     return value
 
 
@@ -33,7 +34,7 @@ def count(most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = _number(int, text)
         if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
         return value
 
     return parse
@@ -43,7 +44,7 @@ def share(text: str) -> float:
     """A share above 0 and up to 1."""
     value = _number(float, text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1, such as 0.5")
     return value
 
 
@@ -63,7 +64,7 @@ def file_to_read(text: str) -> Path:
     """A file that is there."""
     path = path_of("FILE", text)
     if not path.is_file():
-        raise ConfigError(f"{text}: {'this is no file' if path.exists() else 'there is no such file'}")
+        raise ConfigError(f"{text}: {'this is not a file' if path.exists() else 'there is no such file'}")
     return path
 
 

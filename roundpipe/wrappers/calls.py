@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.checks import check_flag, check_keywords, check_type
+from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
 from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
@@ -370,7 +370,7 @@ def with_loss_options(
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
     """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
-    check_type("input_args", input_args, tuple | list, "a tuple of the model's arguments, such as (x,)")
+    check_type("input_args", input_args, tuple | list, positional("input_kwargs"))
     check_keywords("input_kwargs", input_kwargs)
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")

@@ -167,7 +167,7 @@ def verify(folder: Path) -> None:
 def _inside(folder: Path, name: Any, named_by: Path) -> Path:
     """The path of a folder's file; nothing in a checkpoint may lead to files elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
-        raise CheckpointError(f"{named_by} names {name!r}, which is no file in its folder")
+        raise CheckpointError(f"{named_by} names {name!r}, which is not a file in its folder")
     if not (folder / name).is_file():
         raise CheckpointError(f"{folder / name} is missing, {named_by.name} names it; load another checkpoint")
     return folder / name
@@ -301,7 +301,7 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     elif (folder / STATE_FILE).is_file():
         raise CheckpointError(f"{folder} has {STATE_FILE}, and neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
     else:
-        raise CheckpointNotFoundError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; it is no checkpoint")
+        raise CheckpointNotFoundError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; it is not a checkpoint")
     library = safetensors_library()
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}

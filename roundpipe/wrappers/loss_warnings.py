@@ -51,7 +51,7 @@ _OF_LOSS_FN: dict[Verdict, str] = {
         "(label != {ignored}).sum(), or for several losses ([first, second], [weight, weight])"
     ),
     "not linear": (
-        "but a function of means, such as a root or a quotient of two, is no mean: loss and gradients differ from "
+        "but a function of means, such as a root or a quotient of two, is not a mean: loss and gradients differ from "
         "those of the whole batch. Give loss_scope='batch', or compute that function from the loss that is returned"
     ),
     "sum": (

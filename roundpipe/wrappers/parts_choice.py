@@ -114,7 +114,7 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, ski
         )
     for module, config in overrides.items():
         if module not in known:
-            raise ConfigError(f"override_config has a {type(module).__name__} that is no module of the model")
+            raise ConfigError(f"override_config has a {type(module).__name__} that is not a module of the model")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"override_config has a {type(config).__name__}; give RoundPipeRunConfig objects")
     if isinstance(skipped, (str, Iterator)) or not isinstance(skipped, (Container, Iterable)):
@@ -189,7 +189,7 @@ class _Walk:
         inner = (module for module in choice.override_config if module is not choice.model)
         unused = [names[module] for module in inner if module not in self.parts]
         if unused:
-            why = "since it is no pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
+            why = "since it is not a pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
             warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")
 
 

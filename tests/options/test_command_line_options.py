@@ -14,7 +14,7 @@ NO_NUMBER = ("", "x", "nan", "inf", "-1", "0", "1e400", "9" * 400, "9" * 5000, "
 NO_PATH = ("", "no/such/folder/file.json", "x" * 5000, "--")
 WRONG = {
     "count": (*NO_NUMBER, "1.5"),
-    "quantity": (*NO_NUMBER, "GiB", "1e-300", "5 apples"),
+    "quantity": (*NO_NUMBER, "GiB", "1e-300", "5 apples", "24"),
     "share": (*NO_NUMBER, "2", "1.0001"),
     "choice": ("", "x", "None", "--", "x" * 5000),
     "--costs": NO_PATH,

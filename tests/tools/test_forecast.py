@@ -14,6 +14,7 @@ import roundpipe
 from roundpipe.tools import problem
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
 from roundpipe.tools.forecast import Forecast, forecast_at
+from roundpipe.tools.forecast_report import verdict
 from roundpipe.tools.problem import Machine, Training
 from roundpipe.tools.target import Target
 from tests.repeats import repeats
@@ -88,6 +89,13 @@ def test_device_memory_is_what_a_run_takes(layers: Layers, num_devices: int) -> 
         measured = pipe.peak_device_bytes()
     largest = max(memory.gradients + memory.leaving_gradients for memory in found.stages.values()) // 2
     assert measured <= found.device.total <= 1.1 * (measured + largest)
+
+
+def test_the_verdict_says_bytes_as_tables_do(layers: Layers) -> None:
+    found = layers.on(300_000)
+    reason = "The device is out of memory. layer 2 does not fit the device budget of 3,221,225,472 bytes: weights 5,000"
+    found.reasons[:] = [reason]
+    assert verdict(found) == "doesn't fit, because layer 2 does not fit the device budget of 3.00 GiB: weights 5,000"
 
 
 @pytest.mark.long

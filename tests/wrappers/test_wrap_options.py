@@ -98,7 +98,7 @@ def test_options_without_effect_are_named() -> None:
     [
         ({"lower_threshold": -1}, "lower_threshold=-1"),
         ({"upper_threshold": "1GiB"}, "upper_threshold='1GiB'"),
-        ({"override_config": {nn.Linear(1, 1): RoundPipeRunConfig()}}, "no module of the model"),
+        ({"override_config": {nn.Linear(1, 1): RoundPipeRunConfig()}}, "not a module of the model"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
     ],
 )

@@ -306,8 +306,9 @@ def read_losses(result: Any, *, is_mean: bool, has_gradient: bool = True) -> Los
         advice = "A weight beside the loss is for loss_reduction='mean'"
         if not (isinstance(losses, tuple) and len(losses) == 2):
             advice = (
-                "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss; that is a mean "
-                "in most models, which loss_reduction='mean' puts together"
+                "A model that computes its own loss needs its labels in input_kwargs and "
+                "loss_fn=lambda outputs, label: outputs.loss; that is a mean in most models, which "
+                "loss_reduction='mean' puts together"
             )
         raise LossError(
             f"loss_fn returned {type(result).__name__}; it must return a tensor or a non-empty sequence of tensors. "
@@ -317,7 +318,7 @@ def read_losses(result: Any, *, is_mean: bool, has_gradient: bool = True) -> Los
         if tensor.numel() != 1:
             raise LossError(
                 f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
-                "example with .mean() or .sum()"
+                "example with .mean() or .sum(). Without loss_fn=, the model's outputs are taken for losses"
             )
         if has_gradient and torch.is_grad_enabled() and not tensor.requires_grad:
             raise LossError(

@@ -169,7 +169,7 @@ def _resolved(process_group: ProcessGroupLike) -> dist.ProcessGroup:
         raise ConfigError("process_group= needs torch.distributed with gloo, and this torch is built without")
     is_world = isinstance(process_group, str) and process_group == "world"
     if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError("process_group= is a group that this process is no member of; wrap the model on members only")
+        raise ConfigError("process_group= is a group that this process is not in; wrap the model on its members only")
     if not (is_world or isinstance(process_group, dist.ProcessGroup)):
         raise ConfigError(
             f"process_group={quoted(process_group)}; give 'world', or a group that torch.distributed.new_group returned"
