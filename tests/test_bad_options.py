@@ -59,6 +59,10 @@ CASES = {
     "preset": (lambda: wrapped(use_sequential_preset="no"), "use_sequential_preset is str; give True, False or None"),
     "override_config": (lambda: wrapped(override_config=3), "override_config is int"),
     "device": (lambda: roundpipe.Device(None), r"Device\(None\)"),
+    "devices in one text": (
+        lambda: roundpipe.Device("cpu,cpu"),
+        r"several devices are a list, such as \['cpu', 'cpu'\]",
+    ),
     "memory": (lambda: roundpipe.Device("cpu", memory_bytes=NAN), r"Device\(memory_bytes=nan\)"),
     "memory beyond all numbers": (lambda: roundpipe.Device("cpu", memory_bytes="1e400GB"), r"memory_bytes='1e400GB'"),
     "upload": (lambda: roundpipe.Device("cpu", upload_bytes_per_s=NAN), "upload_bytes_per_s=nan"),

@@ -30,7 +30,7 @@ from transformers import Trainer
 
 from roundpipe.api import compile
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import ConfigError, LossError
 from roundpipe.integrations.arguments import RoundPipeArguments
 from roundpipe.integrations.microbatches import HALF_TOLERANCE, TOLERANCE, Batch, LossKind, Weighing, cut
 from roundpipe.integrations.optimizers import LateOptimizer
@@ -63,6 +63,8 @@ class LossInputs:
 
 def own_loss(outputs: Any, label: LossInputs) -> torch.Tensor:
     """The loss that the model has computed."""
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise LossError(f"the model returned no loss, only {', '.join(outputs)}: its batches need labels")
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss * label.factor
 
@@ -83,6 +85,14 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     """
 
     model: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Trainer) and cls.__mro__.index(Trainer) < cls.__mro__.index(RoundPipeTrainerMixin):
+            raise ConfigError(
+                f"{cls.__name__}: RoundPipeTrainerMixin behind the trainer changes nothing; put it in front, as in "
+                f"class {cls.__name__}(RoundPipeTrainerMixin, Trainer)"
+            )
 
     def __init__(self, *args: Any, roundpipe: RoundPipeArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(roundpipe, RoundPipeArguments | None):

@@ -259,7 +259,7 @@ def check_wrappable(model: Any, wrapper: str) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{wrapper}: model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, ModelView):
-        raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
+        raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, which is its .model")
     for prefix, module in named_modules_in(model).items():
         for name, child in module._modules.items():
             if isinstance(child, ModelView):

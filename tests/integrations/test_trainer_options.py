@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import Trainer
 
 import roundpipe
@@ -194,3 +195,20 @@ def test_trl_makes_few_traces(make: Any, accumulation: int, tmp_path: Path) -> N
     assert ours.pipe.trace_count <= 4
     counts = [[entry["num_tokens"] for entry in each.state.log_history if "num_tokens" in entry] for each in trained]
     assert counts[0] == counts[1]
+
+
+def test_a_mixin_that_would_change_nothing_is_refused() -> None:
+    with pytest.raises(roundpipe.ConfigError, match="put it in front, as in class Behind"):
+
+        class Behind(Trainer, RoundPipeTrainerMixin):
+            """Trainer's own methods win."""
+
+
+def test_batches_without_labels_are_named(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.randint(3, 20, (5,))} for _ in range(4)]
+    collate = transformers.default_data_collator
+    trainer = make_trainer(
+        RoundPipeTrainer, llama(num_hidden_layers=1), tmp_path, train_dataset=rows, data_collator=collate
+    )
+    with pytest.raises(roundpipe.LossError, match="returned no loss, only logits.*: its batches need labels"):
+        trainer.train()

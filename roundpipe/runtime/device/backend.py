@@ -81,7 +81,8 @@ class Device:
         try:
             torch.device(self.device)
         except RuntimeError as error:
-            raise ConfigError(f"{shown(self.device)} is not a device torch knows ({error})") from None
+            several = "; several devices are a list, such as ['cpu', 'cpu']" if "," in str(self.device) else ""
+            raise ConfigError(f"{shown(self.device)} is not a device torch knows ({error}){several}") from None
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             object.__setattr__(self, field, as_number(getattr(self, field)))
         if isinstance(self.memory_bytes, float) and 1 <= self.memory_bytes < inf:  # such as 24e9
