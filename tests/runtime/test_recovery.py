@@ -226,7 +226,7 @@ def test_no_more_microbatches_are_proposed_than_there_are_samples():
         with pytest.raises(DeviceMemoryError, match="shorter or fewer samples") as caught:
             piped.forward_backward((torch.ones(2, 128, 32, dtype=DTYPE),), loss_fn=square_loss, run_config=config(2))
         assert "is predicted to fit" not in str(caught.value)
-    found = re.search(r"\(([\d,]+) bytes for plans, which have 90,000\)", str(caught.value))
+    found = re.search(r"\(([\d,]+) bytes are needed for plans, which have 90,000\)", str(caught.value))
     device = Device("cpu", memory_bytes=int(found[1].replace(",", "")))
     with roundpipe.RoundPipe(mlp(depth=4, width=32), devices=[device]) as piped:
         piped.forward_backward((torch.ones(2, 128, 32, dtype=DTYPE),), loss_fn=square_loss, run_config=config(2))

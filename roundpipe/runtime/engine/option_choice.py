@@ -84,7 +84,7 @@ class OptionChooser:
         if proposed := self._proposed(call, self.budget_bytes if limit_bytes is None else limit_bytes):
             return f"{' or '.join(proposed)} is predicted to fit"
         needed = self._needed(call, limit_bytes)
-        return f"Use a device with more memory{needed}, or shorter or fewer samples in a microbatch"
+        return f"No settings would fit{needed}: give shorter or fewer samples, or use a larger device"
 
     def _needed(self, call: Call, limit_bytes: int | None) -> str:
         """What a device must have for plans, if that is predicted; more where the budget was not enough for a limit."""
@@ -102,7 +102,7 @@ class OptionChooser:
         )
         factor = 1.0 if limit_bytes is None else max(budget_bytes / max(limit_bytes, 1), 1.0)
         needed_bytes = int(max(factor * least.memory.total, budget_bytes) * (1 + ROOM_SHARE))
-        return f" ({needed_bytes:,} bytes for plans, which have {budget_bytes:,})"
+        return f" ({needed_bytes:,} bytes are needed for plans, which have {budget_bytes:,})"
 
     def _proposed(self, call: Call, budget_bytes: int | None) -> list[str]:
         """Settings that are predicted to fit."""
