@@ -1,7 +1,9 @@
 """One operator thread and one seed for every test, so that results repeat bit for bit."""
 
+import gc
 import logging
 import signal
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -21,6 +23,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's ba
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests, a million objects, stay to the end: no collection of garbage looks through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -114,18 +114,20 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse((PACKAGE / name).read_text(), filename=name)
 
 
-def imported_modules(name: str) -> Iterator[str]:
+@cache
+def imported_modules(name: str) -> list[str]:
     """Every module that a file imports, at its top or inside a function; names taken from it are resolved."""
     package = ["roundpipe", *Path(name).parts[:-1]]
+    found: list[str] = []
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                below = f"{module}.{alias.name}"
-                yield below if file_of(below) or module.startswith("torch") else module
+            below = [f"{module}.{alias.name}" for alias in node.names]
+            found += [each if file_of(each) or module.startswith("torch") else module for each in below]
+    return found
 
 
 def file_of(module: str) -> str | None:
@@ -141,8 +143,7 @@ def file_of(module: str) -> str | None:
 
 def own_imports(name: str) -> set[str]:
     """The package's files that a file imports."""
-    found = {file_of(module) for module in imported_modules(name)}
-    return {target for target in found if target is not None}
+    return {target for module in imported_modules(name) if (target := file_of(module)) is not None}
 
 
 def is_below(module: str, parent: str) -> bool:

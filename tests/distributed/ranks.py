@@ -1,4 +1,7 @@
-"""Processes that are the ranks of a process group, kept for several tests: starting one takes seconds."""
+"""Processes that are the ranks of a process group, kept for several tests.
+
+They are forks of one process that has imported what all need, which takes seconds, and has run nothing.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,8 @@ class Ranks:
         return results
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["roundpipe.distributed"])
         store = str(self.folder / f"store-{time.monotonic_ns()}")
         for rank in range(self.size):
             here, there = context.Pipe()
