@@ -11,9 +11,10 @@ import gc
 import io
 import socket
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,8 @@ _MAY_ACT = frozenset({"torch", "sympy", "roundpipe", "importlib"})
 """Packages that do so for themselves, such as to import a module."""
 _NOT_LOOKED_INTO = frozenset({"torch", "roundpipe"})
 """Packages of whose objects, other than modules and tensors, no guard knows the state."""
+_WATCHING = threading.local()
+"""Per thread: what watches its code inside `refused_outside`."""
 
 
 class OutsideEffect(Exception):
@@ -40,19 +43,22 @@ def refused_outside() -> Iterator[None]:
     """Inside, what this thread does of that raises `OutsideEffect`; at the end again, if the code took that.
 
     No garbage is collected inside: what is called for it, such as a hook of a profiler, is not the code's doing.
+    A profiler of the user's stands aside.
     """
     refused: list[str] = []
     used: list[weakref.ref[Any]] = []
 
     def watch(frame: types.FrameType, event: str, function: Any) -> None:
+        if event != "c_call" and event != "call":
+            return
         caller = frame if event == "c_call" else frame.f_back
-        if caller is not None and _package(caller) in _MAY_ACT:  # most calls
+        if caller is not None and _may_act(str(caller.f_globals.get("__name__", ""))):  # most calls
             return
         if event == "c_call":
             if _acts_outside(function) and _is_of_users(frame):
                 refused.append(f"it calls {function.__qualname__}, which a graph would not")
                 raise OutsideEffect(refused[0])
-        elif event == "call" and _is_of_users(frame.f_back):
+        elif _is_of_users(caller):
             if _package(frame) == "os":  # such as its environment
                 refused.append(f"it calls os.{frame.f_code.co_qualname}, which a graph would not")
                 raise OutsideEffect(refused[0])
@@ -60,19 +66,44 @@ def refused_outside() -> Iterator[None]:
                 with suppress(TypeError):  # of a class without weak references
                     used.append(weakref.ref(owner))
 
-    before, collects = sys.getprofile(), gc.isenabled()
+    before: Any = sys.getprofile()
+    collects = gc.isenabled()
     gc.disable()
     sys.setprofile(watch)
+    _WATCHING.watch = watch
     try:
         yield
     finally:
-        sys.setprofile(before)
+        _WATCHING.watch = None
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # one written in C, which can't be called
+            before.enable()
+        elif before is not None:
+            sys.setprofile(before)
         if collects:
             gc.enable()
         left = [owner for reference in used if (owner := reference()) is not None]  # not made inside
         refused += [f"it uses a {type(owner).__name__}, whose state is not known beforehand" for owner in left]
         if refused:
             raise OutsideEffect(refused[0])
+
+
+@contextmanager
+def nobody_watched(arguments: Iterable[Any]) -> Iterator[None]:
+    """Inside run torch and the package alone, which nobody need watch: that makes them take three times as long.
+
+    Args:
+        arguments: of torch's function that runs. It may call a function among them, which then is watched.
+    """
+    watch = getattr(_WATCHING, "watch", None)
+    if watch is None or any(map(callable, arguments)):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(watch)
 
 
 def _stateful_owner(frame: types.FrameType) -> Any:
@@ -110,6 +141,11 @@ def _is_of_users(frame: types.FrameType | None) -> bool:
 
 def _package(frame: types.FrameType) -> str:
     return _package_of(str(frame.f_globals.get("__name__", "")))
+
+
+@functools.cache
+def _may_act(module: str) -> bool:
+    return _package_of(module) in _MAY_ACT
 
 
 @functools.cache

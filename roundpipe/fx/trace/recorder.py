@@ -24,6 +24,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import safe_point
 from roundpipe.core.modes import Modes
+from roundpipe.effects.outside import nobody_watched
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
@@ -153,6 +154,11 @@ class CallRecorder(TorchFunctionMode):
         if self.paused or self.watch.below_transform:
             return func(*args, **kwargs)
         safe_point()
+        with nobody_watched((*args, *kwargs.values())):
+            return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What glue gets from a function of torch's, which is recorded if it computes something."""
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
             answer = self.data.answer(func, args, kwargs)
