@@ -50,7 +50,9 @@ $(INTEGRATIONS): requirements-integrations.txt $(INSTALLED)
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${DEMO_THREADS:-1} $(BIN)/python examples/finetune_llm.py $(DEMO_ARGS)
 
+# Tests start dozens of processes. Where Python is told to write no bytecode, each would compile the package for a second.
 test: $(INTEGRATIONS)
+	$(BIN)/python -m compileall -q roundpipe
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-long: $(INTEGRATIONS)
