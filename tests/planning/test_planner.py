@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -345,7 +345,7 @@ def test_the_same_arguments_give_the_same_plan_in_another_process():
     assert output.strip() == str(expected)
 
 
-def test_five_hundred_layers_take_less_than_a_second():
+def test_five_hundred_layers_are_planned_in_bounded_work():
     random = Random(0)
     costs = []
     for _ in range(500):
@@ -362,9 +362,12 @@ def test_five_hundred_layers_take_less_than_a_second():
                 carry_bytes=5 * 10**7,
             )
         )
-    before_s = time.process_time()
-    chosen = plan(costs, **MACHINE, memory_budget_bytes=80 * 10**9)
-    took_s = time.process_time() - before_s
+    calls = Counter()  # of Python's functions, since seconds depend on what else runs
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        chosen = plan(costs, **MACHINE, memory_budget_bytes=80 * 10**9)
+    finally:
+        sys.setprofile(None)
     work_s = sum(2 * cost.forward_s + cost.backward_s for cost in costs) * 9 / 8
     assert plan_seconds(chosen, costs, **MACHINE) <= work_s * 1.05
-    assert took_s < 2, f"planning took {took_s:.1f} s of processor time; below 0.7 s on an idle core is the aim"
+    assert calls["call"] < 3_000_000, "2.5 million take a little more than a second on an idle core"
