@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -73,39 +74,39 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
     """What ``parameters()`` gives, by the same way."""
     if type(module).named_parameters is not nn.Module.named_parameters:
         return list(module.parameters())
-    return _once(inner._parameters for inner in modules_in(module))
+    return _once([inner._parameters for inner in modules_in(module)])
 
 
 def buffers_in(module: nn.Module) -> list[torch.Tensor]:
     """What ``buffers()`` gives, by the same way."""
     if type(module).named_buffers is not nn.Module.named_buffers:
         return list(module.buffers())
-    return _once(inner._buffers for inner in modules_in(module))
+    return _once([inner._buffers for inner in modules_in(module)])
 
 
 def parameters_at(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """What ``named_parameters(remove_duplicate=False)`` gives, by the same way: a shared one at each of its names."""
     if type(module).named_parameters is not nn.Module.named_parameters:
         return list(module.named_parameters(remove_duplicate=False))
-    return _named((path, inner._parameters) for path, inner in places_in(module))
+    return _named([(path, inner._parameters) for path, inner in places_in(module)])
 
 
 def buffers_at(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """What ``named_buffers(remove_duplicate=False)`` gives, by the same way."""
     if type(module).named_buffers is not nn.Module.named_buffers:
         return list(module.named_buffers(remove_duplicate=False))
-    return _named((path, inner._buffers) for path, inner in places_in(module))
+    return _named([(path, inner._buffers) for path, inner in places_in(module)])
 
 
 def _once(tables: Iterable[Mapping[str, _Tensor | None]]) -> list[_Tensor]:
     """What modules hold in tables, shared ones once."""
-    held = (tensor for table in tables for tensor in table.values())
+    held = chain.from_iterable([table.values() for table in tables if table])
     return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
 
 
 def _named(tables: Iterable[tuple[str, Mapping[str, _Tensor | None]]]) -> list[tuple[str, _Tensor]]:
     """What modules hold in tables, with the names of the modules."""
-    prefixed = ((f"{path}." if path else "", table) for path, table in tables)
+    prefixed = [(f"{path}." if path else "", table) for path, table in tables if table]
     return [
         (prefix + name, tensor) for prefix, table in prefixed for name, tensor in table.items() if tensor is not None
     ]

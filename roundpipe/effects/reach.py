@@ -208,17 +208,20 @@ class StateWalk:
         depth, by_hooks = way.depth + 1, way.by_hooks
         for key, value in list(attributes.items()):
             kind = type(value)
-            if kind in _PLAIN or key in skipped or skipped and "_hooks" in key or isinstance(value, _VALUES):
+            if kind in _PLAIN or key in skipped or skipped and "_hooks" in key:
+                continue
+            if id(value) in self._seen if kind in _PLAIN_CONTAINERS else isinstance(value, _VALUES):
                 continue
             self._visit(value, _Way(f"{way.words}.{key}", depth, key in names, way.in_global, by_hooks))
 
     def _visit_container(self, value: Any, way: _Way) -> None:
-        if len(value) > self._limits.num_items or not self._is_new(value):
+        num_items = len(value)
+        if num_items > self._limits.num_items or not self._is_new(value):
             return
         self._add_container(value, way)
         if type(value) not in _PLAIN_CONTAINERS:
             self._visit_own_attributes(value, way)
-        if not (way.in_global and len(value) > _MAX_TABLE_ITEMS):
+        if num_items and not (way.in_global and num_items > _MAX_TABLE_ITEMS):
             self._visit_items(list(value.values() if isinstance(value, dict) else value), way)
 
     def _visit_items(self, items: Sequence[Any], way: _Way) -> None:
@@ -228,7 +231,8 @@ class StateWalk:
                 self._visit(item, inside)
 
     def _add_container(self, value: Any, way: _Way, words: str = "") -> None:
-        self._add(words or way.words, places.CONTAINER, value, None, places.contents(value), way)
+        held = places.contents(value)
+        self.reach.places.append(Place(words or way.words, places.CONTAINER, value, None, held, way.by_hooks))
 
     def _visit_class(self, kind: type, way: _Way) -> None:
         if way.depth > MAX_DEPTH:

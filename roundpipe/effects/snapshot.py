@@ -13,7 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -86,15 +86,26 @@ class AttributeChange(NamedTuple):
         return isinstance(getattr(type(self.module), self.name, None), functools.cached_property)
 
 
-class _Record:
-    __slots__ = ("attributes", "buffers", "parameters", "position", "training")
+class _Record(NamedTuple):
+    attributes: dict[str, Any]
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    training: bool
+    position: int
 
-    def __init__(self, module: nn.Module, position: int) -> None:
-        self.attributes = dict(module.__dict__)
-        self.parameters: dict[str, Any] = dict(module._parameters)
-        self.buffers: dict[str, Any] = dict(module._buffers)
-        self.training = module.training
-        self.position = position
+    @classmethod
+    def of(cls, module: nn.Module, position: int) -> _Record:
+        tensors = dict(module._parameters), dict(module._buffers)
+        return cls(dict(module.__dict__), *tensors, module.training, position)
+
+    def has_attributes_of(self, module: nn.Module) -> bool:
+        """Whether a module has these very attributes; of thousands of modules, this is no Python for each."""
+        before, now = self.attributes, module.__dict__
+        return (
+            len(now) == len(before)
+            and all(map(operator.is_, now.values(), before.values()))
+            and list(now) == list(before)
+        )
 
     def put_buffers(self, module: nn.Module) -> None:
         module._buffers.clear()
@@ -105,7 +116,7 @@ class ModuleSnapshot:
     """What modules hold themselves; their parameters and buffers by identity, and buffers by version, too."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._records = {module: _Record(module, position) for position, module in enumerate(modules)}
+        self._records = {module: _Record.of(module, position) for position, module in enumerate(modules)}
         buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
@@ -113,11 +124,18 @@ class ModuleSnapshot:
     def modules(self) -> Iterable[nn.Module]:
         return self._records
 
+    def copied(self) -> Self:
+        """The same, for which other changes are accepted."""
+        other = copy.copy(self)
+        other._records = dict(self._records)
+        return other
+
     def diff(self, modules: Iterable[nn.Module] | None = None) -> list[AttributeChange]:
         """Attributes of these modules (None: of all) that were set to something else, but for `REGISTERED`."""
         changes = []
         for module in self._records if modules is None else modules:
-            if (record := self._records.get(module)) is None:
+            record = self._records.get(module)
+            if record is None or record.has_attributes_of(module):
                 continue
             before = record.attributes
             for name, now in module.__dict__.items():
@@ -128,13 +146,15 @@ class ModuleSnapshot:
 
     def accept_attributes(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
-            if (record := self._records.get(module)) is not None:
-                record.attributes.update(module.__dict__)
+            record = self._records.get(module)
+            if record is not None and not record.has_attributes_of(module):
+                self._records[module] = record._replace(attributes={**record.attributes, **module.__dict__})
 
     def accept_buffers(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
-            if (record := self._records.get(module)) is not None:
-                record.buffers = dict(module._buffers)
+            record = self._records.get(module)
+            if record is not None and (record.buffers or module._buffers):
+                self._records[module] = record._replace(buffers=dict(module._buffers))
 
     def buffers_written(self) -> bool:
         return any(_version_of(buffer) != version for buffer, version in self._versions) or any(

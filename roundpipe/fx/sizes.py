@@ -6,6 +6,7 @@ It tells the assumptions of the model's own Python ("glue") from those that an o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,13 +53,14 @@ class ShapeWorld(ShapeEnv):
         self._log: dict[Noted, None] | None = None
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.keeps_open and _gives_number(orig_expr):
+        gives_number = _gives_number(orig_expr)
+        if gives_number and self.keeps_open:
             raise SizeFixed
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if _gives_number(orig_expr):
+        if gives_number:
             self._numbers_given.add(orig_expr)
         if getattr(orig_expr, "free_symbols", None):
-            self._note(Noted(_that(orig_expr, answer), _gives_number(orig_expr)))
+            self._note(Noted(_that(orig_expr, answer), gives_number))
         return answer
 
     def _note(self, noted: Noted) -> None:
@@ -148,6 +150,7 @@ def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
     return sympy.Eq(expression, answer, evaluate=False)
 
 
+@functools.lru_cache(maxsize=4096)  # operators ask the same of the same sizes again and again
 def _gives_number(expression: Any) -> bool:
     """Whether the answer to an expression is a size itself, and not whether something holds."""
     is_open = bool(getattr(expression, "free_symbols", None)) and not is_data_dependent(expression)
@@ -161,8 +164,9 @@ def expression_of(size: Any) -> Any:
 
 def is_data_dependent(expression: Any) -> bool:
     """Whether an expression contains a size that only the data determine."""
-    symbols = getattr(expression, "free_symbols", ())
-    return any(str(symbol).startswith(("u", "zuf")) for symbol in symbols)
+    return type(expression) is not int and any(
+        symbol.name.startswith(("u", "zuf")) for symbol in getattr(expression, "free_symbols", ())
+    )
 
 
 def size_function(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> SizeExpression:

@@ -25,7 +25,7 @@ from roundpipe.core.module_tree import buffers_in, modules_in, parameters_in
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally
-from roundpipe.fx.fakes import code_on_fakes, recalled
+from roundpipe.fx.fakes import code_on_fakes, fake_of, recalled
 from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
     entered_modes,
@@ -238,9 +238,7 @@ class _CostRun(GraphInterpreter):
         return torch.empty_strided(sizes, strides, dtype=value.dtype).requires_grad_(value.requires_grad)
 
     def _fake_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        with self._mode:
-            fake = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
-        return nn.Parameter(fake, weight.requires_grad) if isinstance(weight, nn.Parameter) else fake
+        return fake_of(self._mode, weight, torch.device("cpu"))
 
 
 def _backward(output: Any, leaves: list[torch.Tensor]) -> Tally:

@@ -145,8 +145,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         Retry: an attempt failed, or the graph is another one the second time.
     """
     previous: str | None = None
-    state, outside = ModuleSnapshot(modules_in(world.twin)), ModuleSnapshot(modules_in(world.twin))
-    python = PythonSnapshot([*modules_in(world.twin), *modules_in(world.model)])
+    inside = modules_in(world.twin)
+    state, python = ModuleSnapshot(inside), PythonSnapshot([*inside, *modules_in(world.model)])
+    outside = state.copied()
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: PlaceValues = {}
