@@ -34,6 +34,8 @@ _CONTEXT = "self"
 """The variable of a compiled function that compiles other functions with the same options."""
 
 
+never_compiled = torch._disable_dynamo
+"""Decorates what Dynamo must not look into; `torch.compiler.disable` imports Dynamo at once, which takes seconds."""
 WRITTEN = "_roundpipe_as_written"
 """An attribute of copies that run as written although torch has compiled the module."""
 
@@ -44,8 +46,11 @@ def is_compiled(module: nn.Module) -> bool:
         return False
     if WRITTEN in module.__dict__:
         return True
-    functions = (getattr(each, "__func__", each) for each in (getattr(module, COMPILED_CALL), module.forward))
-    return any(is_made_by_torch(each) and not hasattr(each, _DISABLED) for each in functions)
+    for call in (getattr(module, COMPILED_CALL), module.forward):
+        function = getattr(call, "__func__", call)
+        if is_made_by_torch(function) and not hasattr(function, _DISABLED):
+            return True
+    return False
 
 
 def is_made_by_torch(function: Any) -> bool:

@@ -19,7 +19,6 @@ import sympy
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -327,6 +326,8 @@ class FakeWorld:
         is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
         kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
         self._num_inputs += 1
+        from torch._dynamo.source import ConstantSource  # takes seconds, which torch takes when operators run on fakes
+
         fake = self.mode.from_tensor(
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"),  # also where the leaf was made for inference
             source=ConstantSource(f"input_{self._num_inputs}"),

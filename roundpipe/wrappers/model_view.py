@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import named_modules_in
@@ -35,10 +36,13 @@ class _BoundForward(functools.partial[Any]):
 
 
 class ForwardOfModel:
-    """Makes a ``forward`` that takes anything show the signature of the wrapped model's."""
+    """Makes a ``forward`` that takes anything show the signature of the wrapped model's.
+
+    Torch compiles none of it: a call is the work of many threads.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self._function = never_compiled(function)
         self.__doc__ = function.__doc__
 
     def __get__(self, wrapper: ModelView | None, owner: type) -> Callable[..., Any]:

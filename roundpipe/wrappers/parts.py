@@ -22,7 +22,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.compiled_modules import COMPILED_CALL
+from roundpipe.core.compiled_modules import COMPILED_CALL, never_compiled
 from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import FixedChain
 from roundpipe.effects.places import REGISTERED, has_hooks
@@ -102,7 +102,7 @@ class Part:
         self.runner = ChainRunner(self.session, self.module, FixedChain(chain), self.name, RoundPipeRunConfig())
         self.stand_in = StandIn(self.module, self)
 
-    @torch.compiler.disable(reason="a call of a part is the work of many threads")
+    @never_compiled  # it is the work of many threads
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, from the devices if they can be had there."""
         why = self.stand_in.give_back()

@@ -89,7 +89,6 @@ class RoundPipe(ModelReports):
     # Calls
 
     @ForwardOfModel
-    @torch.compiler.disable(reason="a call of a RoundPipe is the work of many threads")
     def forward(
         self,
         *args: Any,

@@ -25,6 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from roundpipe.core.caller import warn
+from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import unseen
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
@@ -206,7 +207,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-@torch.compiler.disable(reason="it may wait for threads")
+@never_compiled  # it may wait for threads
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     for side in _sides():
@@ -218,7 +219,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
         runner.pieces.before_step(optimizer, has_closure)
 
 
-@torch.compiler.disable(reason="it may wait for threads")
+@never_compiled  # it may wait for threads
 def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     if (runner := UpdateRunner.running()) is not None:
@@ -231,7 +232,7 @@ _zero_grad = torch.optim.Optimizer.zero_grad
 
 
 @functools.wraps(_zero_grad)
-@torch.compiler.disable(reason="it may wait for threads")
+@never_compiled  # it may wait for threads
 def _clear(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     clear = functools.partial(_zero_grad, optimizer, set_to_none)
