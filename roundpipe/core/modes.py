@@ -58,11 +58,8 @@ class Modes:
     @staticmethod
     def current() -> Modes:
         """All modes of this thread."""
-        autocast = tuple(
-            AutocastState(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-            for kind in _device_types()
-        )
-        return Modes(torch.is_grad_enabled(), autocast, _attention_kernels())
+        casts = [torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in _device_types()]
+        return _all_modes(torch.is_grad_enabled(), tuple(casts), _attention_kernels())
 
     def changes_from(self, base: Modes) -> Modes | None:
         """The modes that differ from ``base``, or None if none does; both must be complete."""
@@ -156,8 +153,14 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+@functools.lru_cache  # asked for around each operator on fakes, and nearly always the same
+def _all_modes(grad: bool, casts: tuple[torch.dtype | None, ...], kernels: AttentionKernels) -> Modes:
+    autocast = tuple(AutocastState(kind, dtype) for kind, dtype in zip(_device_types(), casts, strict=True))
+    return Modes(grad, autocast, kernels)
+
+
 def _attention_kernels() -> AttentionKernels:
-    return tuple(is_enabled() for is_enabled, _ in _KERNELS.values())
+    return tuple([is_enabled() for is_enabled, _ in _KERNELS.values()])
 
 
 def _allow_attention_kernels(kernels: AttentionKernels) -> None:

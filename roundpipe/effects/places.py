@@ -99,7 +99,12 @@ class Place:
         return self.view.read(self.owner, self.key)
 
     def is_changed(self) -> bool:
-        return not same_contents(self.held, self.now())
+        held, now = self.held, self.owner
+        if self.view is not CONTAINER:
+            return not same_contents(held, self.now())
+        if not held and type(now) in CONTAINERS and not now:  # as nearly all are; others may ask code of the user's
+            return False
+        return not same_contents(held, now)
 
     def restore(self) -> None:
         self.view.write(self.owner, self.key, self.held)

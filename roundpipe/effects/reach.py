@@ -126,9 +126,10 @@ class StateWalk:
             self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
 
     def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen or len(self.reach.places) >= self._limits.num_places:
+        key = id(value)
+        if key in self._seen or len(self.reach.places) >= self._limits.num_places:
             return False
-        self._seen[id(value)] = value
+        self._seen[key] = value
         return True
 
     def _add(self, words: str, view: View, owner: Any, key: Any, held: Any, way: _Way) -> None:
@@ -138,7 +139,7 @@ class StateWalk:
         if id(value) in self._seen and not issubclass(type(value), type):  # a class may have bases that are not seen
             return  # isinstance may run code of its class, for each module that holds it
         if type(value) in _PLAIN_CONTAINERS:  # nearly all there are
-            if way.depth <= self._max_depth(way):
+            if way.depth <= MAX_DEPTH or way.depth <= self._max_depth(way):
                 self._visit_container(value, way)
             return
         if isinstance(value, nn.Module) and way.is_read:
@@ -218,7 +219,7 @@ class StateWalk:
         num_items = len(value)
         if num_items > self._limits.num_items or not self._is_new(value):
             return
-        self._add_container(value, way)
+        self.reach.places.append(Place(way.words, places.CONTAINER, value, None, places.contents(value), way.by_hooks))
         if type(value) not in _PLAIN_CONTAINERS:
             self._visit_own_attributes(value, way)
         if num_items and not (way.in_global and num_items > _MAX_TABLE_ITEMS):
@@ -231,8 +232,7 @@ class StateWalk:
                 self._visit(item, inside)
 
     def _add_container(self, value: Any, way: _Way, words: str = "") -> None:
-        held = places.contents(value)
-        self.reach.places.append(Place(words or way.words, places.CONTAINER, value, None, held, way.by_hooks))
+        self._add(words or way.words, places.CONTAINER, value, None, places.contents(value), way)
 
     def _visit_class(self, kind: type, way: _Way) -> None:
         if way.depth > MAX_DEPTH:
@@ -269,7 +269,7 @@ class StateWalk:
                 self.reach.cells.append(cell)
             self._visit(value, way.to(words, way.is_read))
         variables = function.__globals__
-        for name in sorted(variables_of(function.__code__)):
+        for name in variables_of(function.__code__):
             if name in variables:
                 value, words = variables[name], f"global {name}"
                 if isinstance(value, _REPLACEABLE) and (id(variables), name) not in self._globals:

@@ -180,9 +180,9 @@ class CodeUses:
 
 
 @_once_for_each
-def variables_of(code: types.CodeType) -> frozenset[str]:
-    """`CodeUses.variables` of one function alone."""
-    return frozenset().union(*(_uses_of_code(inner).variables for inner in _with_nested(code)))
+def variables_of(code: types.CodeType) -> list[str]:
+    """`CodeUses.variables` of one function alone, sorted."""
+    return sorted(frozenset[str]().union(*(_uses_of_code(inner).variables for inner in _with_nested(code))))
 
 
 @_once_for_each  # a model's code is thousands of functions, and taking one apart is slow

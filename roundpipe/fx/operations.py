@@ -127,6 +127,11 @@ class _Named:
         return self.__name__
 
 
+def is_operator(function: Any) -> bool:
+    """Whether a function is an operator of the registry, torch's own or another's, and no Python function."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
 class NamedCall(_Named):
     """A callable that generated code can name, which enters modes around the call if there are any."""
 

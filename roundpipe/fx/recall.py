@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from roundpipe.core.watched import unseen
-from roundpipe.fx.sizes import Noted, ShapeWorld, Symbolic, expression_of, is_data_dependent
+from roundpipe.fx.sizes import Noted, ShapeWorld, Symbolic, expression_of, expressions_of, is_data_dependent
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -123,7 +123,7 @@ class OperatorMemo:
                     yield torch.Tensor, index
                     return
             tensors.append(value)
-            yield tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride()))
+            yield expressions_of(value.shape), expressions_of(value.stride())
             yield expression_of(value.storage_offset()), value.dtype, device, value.requires_grad
         elif isinstance(value, Symbolic):
             yield kind, expression_of(value)
@@ -146,7 +146,7 @@ class OperatorMemo:
             memory = tensor.untyped_storage()
             sizes = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), memory.nbytes()
             form = Form(*sizes, tensor.dtype, device)
-            if any(is_data_dependent(expression_of(size)) for size in (*form.shape, *form.stride, form.offset)):
+            if any(map(is_data_dependent, expressions_of((*form.shape, *form.stride, form.offset)))):
                 return None
             source = places.index(memory._cdata) if memory._cdata in places else None
             if source is None:

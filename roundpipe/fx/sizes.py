@@ -162,6 +162,14 @@ def expression_of(size: Any) -> Any:
     return size.node.expr if isinstance(size, Symbolic) else size
 
 
+def expressions_of(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """`expression_of` each."""
+    return tuple(sizes) if _INTEGERS.issuperset(map(type, sizes)) else tuple(map(expression_of, sizes))
+
+
+_INTEGERS = frozenset({int})
+
+
 def is_data_dependent(expression: Any) -> bool:
     """Whether an expression contains a size that only the data determine."""
     return type(expression) is not int and any(

@@ -17,6 +17,7 @@ from torch import nn
 
 from roundpipe.core.compiled_modules import WRITTEN, as_written, is_compiled, is_made_by_torch
 from roundpipe.core.module_tree import named_modules_in
+from roundpipe.effects.places import REGISTERED
 
 
 def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:
@@ -44,6 +45,8 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
                     continue
                 if kind in _MOST_CONTAINERS and not value:  # nearly all: hooks that are not there
                     held[key] = kind()
+                elif kind is dict and key in REGISTERED:
+                    held[key] = {name: replacements.get(each, each) for name, each in value.items()}
                 else:
                     held[key] = _replaced(value, replacements)
             if is_compiled(module):

@@ -128,7 +128,7 @@ def test_what_code_looks_up_is_known_of_each_function_and_keeps_none_alive() -> 
         values: dict[str, Any] = {}
         exec(f"def looks_up():\n    return name_{number % 7}", values)
         code = values.pop("looks_up").__code__
-        assert variables_of(code) == {f"name_{number % 7}"}
+        assert variables_of(code) == [f"name_{number % 7}"]
         assert variables_of(code) is variables_of(code)
 
 

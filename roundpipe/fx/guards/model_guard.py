@@ -9,6 +9,7 @@ Invariant: `ModelGuard.change` returns None only if the model's code would find 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -118,21 +119,24 @@ class ModelGuard:
         self._leaf_hook_dicts = [hooks for _, hooks in leaf_hooks]
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
-        self._quick = _QuickComparison(self._python.reach.places)
+        classes = [vars(place.owner) for place in self._python.reach.places if place.kind == "names"]
+        self._sizes_of_classes = [(attributes, len(attributes)) for attributes in classes]
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
         self._read = self._names_read()
         self._keys = list(map(set, self._dicts))
         self._lengths = list(map(len, self._dicts))
-        names = [(module, sorted(self._relevant(module, module.__dict__))) for module in self._modules]
-        self._attributes = [(module, own, [module.__dict__[name] for name in own]) for module, own in names if own]
-        pairs = [
-            (module.__dict__, name, value)
-            for module, own, held in self._attributes
-            for name, value in zip(own, held, strict=True)
-        ]
-        self._owners, self._names, self._values = map(list, zip(*pairs, strict=True)) if pairs else ([], [], [])
+        known: dict[Any, list[str]] = {}  # of many modules that have the same attributes
+        self._attributes: list[tuple[nn.Module, list[str], list[Any]]] = []
+        for module, held in zip(self._modules, self._dicts, strict=True):
+            form = type(module), module in self._own_names, *held
+            if form not in known:
+                known[form] = sorted(self._relevant(module, held))
+            self._attributes.append((module, known[form], list(map(held.__getitem__, known[form]))))
+        self._owners = [module.__dict__ for module, names, _ in self._attributes for _ in names]
+        self._names = list(chain.from_iterable(names for _, names, _ in self._attributes))
+        self._values = list(chain.from_iterable(values for *_, values in self._attributes))
 
     def restrict(self, reads: Reads) -> None:
         """From now on, of objects and registries that ``reads`` knows, only what was read counts."""
@@ -140,7 +144,11 @@ class ModelGuard:
             if place.view is CONTAINER and (view := reads.view(place.owner)) is not None:
                 held = view.read(place.owner, None)
                 self._python.reach.places[index] = replace(place, view=view, held=held)
-        self._quick = _QuickComparison(self._python.reach.places)
+        self.__dict__.pop("_quick", None)
+
+    @functools.cached_property
+    def _quick(self) -> _QuickComparison:
+        return _QuickComparison(self._python.reach.places, self._sizes_of_classes)
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""
@@ -246,9 +254,12 @@ class _QuickComparison:
     """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
 
     Random generators among them are not looked at.
+
+    Args:
+        sizes_of_classes: attributes of the classes among them, and how many there were.
     """
 
-    def __init__(self, all_places: Iterable[Place]) -> None:
+    def __init__(self, all_places: Iterable[Place], sizes_of_classes: Sequence[tuple[Any, int]]) -> None:
         by_kind: dict[str, list[Place]] = {}
         for place in all_places:
             by_kind.setdefault(place.kind, []).append(place)
@@ -259,7 +270,7 @@ class _QuickComparison:
         self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
         self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
         self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
-        self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
+        self._names = sizes_of_classes
         self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
         self._others += [place for place in by_kind.get("container", ()) if place.view is not CONTAINER]
 

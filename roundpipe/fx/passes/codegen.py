@@ -32,7 +32,16 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import draws_random, has_effect, installs_hook, modes_of, writes_buffers
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
-from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
+from roundpipe.fx.operations import (
+    NamedCall,
+    assign_buffer,
+    call_leaf,
+    call_method,
+    hang_on,
+    is_operator,
+    overrides_call,
+    pass_on,
+)
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.forms import ValueForms
 from roundpipe.fx.passes.generated import Generated, sizes_key
@@ -303,7 +312,7 @@ def _set(holder: nn.Module, name: str, value: Any) -> None:
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function if generated code can refer to it by name, otherwise a callable that can be."""
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if is_operator(function):
         return function
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)

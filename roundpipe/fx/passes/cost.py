@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.module_tree import buffers_in, modules_in, parameters_in
 from roundpipe.core.storages import bytes_of
+from roundpipe.effects.places import is_library
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally
 from roundpipe.fx.fakes import code_on_fakes, fake_of, recalled
@@ -37,7 +39,7 @@ from roundpipe.fx.graph.nodes import (
     value_of,
 )
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.operations import call_leaf
+from roundpipe.fx.operations import NamedCall, call_leaf, is_operator
 from roundpipe.fx.sizes import Symbolic
 from roundpipe.fx.twin import make_twin
 
@@ -91,10 +93,34 @@ class NodeCost:
 
 def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> dict[Node, NodeCost]:
     """The cost of every node but the output, at the example's sizes; seconds are for the profile's device."""
+    if not any(map(_may_run_users_code, traced.graph.nodes)):
+        return _CostRun(traced, profile).costs()
     leaves = [traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "call_module"]
     inside = {module for leaf in leaves for module in modules_in(leaf)}
     with python_restored(module for module in modules_in(traced.model) if module not in inside):
         return _CostRun(traced, profile).costs()
+
+
+def _may_run_users_code(node: Node) -> bool:
+    """Whether a node that is no leaf may run code that is not torch's or ours: its target, or one of its arguments."""
+    if node.op != "call_function":
+        arguments = (node.args, node.kwargs) if node.op == "call_method" else ()
+        return not _is_data(arguments)
+    target = node.target.function if isinstance(node.target, NamedCall) else node.target
+    if is_operator(target):
+        return True  # an operator of the user's has code of the user's for fakes
+    is_known = is_library(target) or getattr(target, "__module__", None) == operator.getitem.__module__
+    return not is_known or not _is_data((node.args, node.kwargs))
+
+
+def _is_data(arguments: Any) -> bool:
+    if isinstance(arguments, (tuple, list)):
+        return all(map(_is_data, arguments))
+    if isinstance(arguments, dict):
+        return all(map(_is_data, arguments.values()))
+    if isinstance(arguments, slice):
+        return _is_data((arguments.start, arguments.stop, arguments.step))
+    return isinstance(arguments, (Node, *trees.PLAIN, type(Ellipsis), torch.layout, torch.memory_format))
 
 
 @dataclass(frozen=True, slots=True)

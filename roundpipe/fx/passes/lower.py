@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.core.module_tree import walked_once
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
@@ -77,7 +78,7 @@ def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> Lowere
         TraceError: an input is written in place and returned under its old name.
         PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), walked_once():
         losses = own_losses(traced)
         costs = measure(traced, options.profile)
         parts = partition(traced, costs, balance=options.balance, max_layer_bytes=options.max_layer_bytes)

@@ -12,8 +12,10 @@ Invariant: a run that is shared would have gone the same way, statement by state
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,11 @@ _MAY_GO_UNREAD = frozenset((int, float, str, *_CONTAINERS))
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _NOT_OF_CALLS = frozenset(name for name in OF_TORCH if "state_dict" in name).union(REGISTERED)
 """Attributes that are looked at otherwise, or are no matter of a call: hooks on saving and loading, ours too."""
+_OF_CALLS = [name for name, value in vars(nn.Module()).items() if value == {} and name not in _NOT_OF_CALLS]
+_TABLES_OF_CALLS = operator.itemgetter(*_OF_CALLS)
+"""Torch's own tables that are a matter of calls: hooks."""
+_NOT_LOOKED_AT = _NOT_OF_CALLS.union(_OF_CALLS)
+"""Attributes of a module whose tables are empty, as nearly all are."""
 _PLAIN = frozenset(trees.PLAIN)
 _EMPTY = {kind: (kind, ()) for kind in _CONTAINERS}
 """Keys of empty containers, such as of hooks that are not there; with `_PLAIN` nearly all attributes."""
@@ -299,8 +306,10 @@ def module_key(module: nn.Module) -> ModuleKey | None:
             return None
         attributes = []
         key: Any
-        for attribute, value in inner.__dict__.items():
-            if attribute in _NOT_OF_CALLS:
+        held = inner.__dict__
+        skipped = _NOT_OF_CALLS if any(_TABLES_OF_CALLS(held)) else _NOT_LOOKED_AT
+        for attribute, value in held.items():
+            if attribute in skipped:
                 continue
             kind = type(value)
             if kind in _PLAIN:
@@ -336,6 +345,8 @@ def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
     if isinstance(value, torch.Size):
         return torch.Size, tuple(expression_of(size) for size in value)
     if type(value) in _CONTAINERS and depth < _MAX_DEPTH:
+        if type(value) is dict and _PLAIN.issuperset(map(type, chain(value, value.values()))):  # as of an adapter
+            return dict, tuple(map(type, chain(value, value.values()))), tuple(value.items())
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return type(value), tuple(
             (_value_key(k, inside, depth + 1), _value_key(item, inside, depth + 1)) for k, item in items

@@ -19,8 +19,8 @@ from torch import nn
 from roundpipe.core.module_tree import places_in
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
-_LOADING = ("_load_from_state_dict", "set_extra_state")
-"""Methods by which a module loads what is its own."""
+_LOADING = {name: getattr(nn.Module, name) for name in ("_load_from_state_dict", "set_extra_state")}
+"""Methods by which a module loads what is its own; those of torch."""
 
 
 class _Hook:
@@ -52,12 +52,12 @@ def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
 
 def _loads_weights(module: nn.Module) -> bool:
     """Whether a load may write parameters by what is the module's own, beside what those below it load."""
-    return (
-        bool(module._parameters)
-        or any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _LOADING)
-        or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
-        or any(isinstance(child, torch.jit.ScriptModule) for child in module._modules.values())
-    )
+    if module._parameters or module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        return True
+    kind, children = type(module), module._modules
+    if any(getattr(kind, name) is not of_torch for name, of_torch in _LOADING.items()):
+        return True
+    return any(isinstance(child, torch.jit.ScriptModule) for child in children.values()) if children else False
 
 
 class LoadWatch:
