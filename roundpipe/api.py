@@ -95,7 +95,7 @@ def compile(
     if program is None:
         return choice.wrap(model_run_config, **settings)
     pipe = RoundPipe(program, model_run_config=model_run_config, **settings)
-    if example_args or example_kwargs is not None:
+    if (example_args or example_kwargs is not None) and logger.isEnabledFor(logging.INFO):
         logger.info("%s", pipe.partition_table())
     return pipe
 

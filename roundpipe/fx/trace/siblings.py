@@ -27,7 +27,7 @@ from roundpipe.core.module_tree import modules_in, places_in
 from roundpipe.core.watched import unseen
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
+from roundpipe.fx.sizes import Symbolic, expression_of, expressions_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
 _CONTAINERS = (tuple, *CONTAINERS)
@@ -332,8 +332,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
 
 
 def _tensor_key(tensor: torch.Tensor) -> Any:
-    shape = tuple(map(expression_of, tensor.shape))
-    return type(tensor), shape, tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), expressions_of(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
