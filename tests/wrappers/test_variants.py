@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
+from roundpipe.fx.passes.lower import lower
+from roundpipe.fx.trace.tracer import trace
 from tests.repeats import repeats
 from tests.runtime.models import assert_same, buffers, config, gradients, pieces
 from tests.wrappers.cases_tails import runs
@@ -80,6 +82,40 @@ def test_a_call_is_one_round(workers, grain, caplog):
         assert_same(gradients(model), gradients(reference), 1e-12)
         assert piped._session.engine.steps.num_begun == 2  # rounds, of which no report tells the number
         assert piped.trace_count >= 3
+    assert "run in one round" in caplog.text
+
+
+class Uneven(nn.Module):
+    """Without a mask it computes much, else its weights are most of what it takes."""
+
+    def __init__(self, is_small):
+        super().__init__()
+        self.linear, self.is_small = nn.Linear(WIDTH, WIDTH), is_small
+        self.table = nn.Parameter(torch.randn(1 if is_small else 999, WIDTH) / WIDTH)
+
+    def forward(self, x, mask):
+        x = x + torch.tanh(self.linear(x)) + self.table.mean(0)
+        for _ in range(40 if self.is_small == (mask is None) else 1):
+            x = x + torch.tanh(self.linear(x))
+        return x if mask is None else x * mask
+
+
+def test_traces_in_which_other_layers_are_heavy_are_cut_alike(caplog):
+    """By itself, each would be cut otherwise."""
+    model = Masked()
+    model.blocks = nn.ModuleList(Uneven(is_small=index < 4) for index in range(12))
+    reference, given = copy.deepcopy(model.double()), arguments()
+    whole = {**given, "mask": torch.ones_like(given["mask"])}
+    alone = [len(lower(trace(model, (), example)).chain) for example in (given, whole)]
+    assert alone[1] > alone[0] + 2
+    with caplog.at_level(logging.INFO, "roundpipe"), roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        found = piped.forward_backward(input_kwargs=given, loss_fn=total, run_config=config(3))
+        piped.synchronize()
+        assert piped._session.engine.steps.num_begun == 1 and piped.trace_count == 2  # see above
+    loss = sum(map(total, expected := each(reference, given, 3), expected))
+    loss.backward()
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+    assert_same(gradients(model), gradients(reference), 1e-9)
     assert "run in one round" in caplog.text
 
 

@@ -28,7 +28,7 @@ from torch.fx import Node
 from roundpipe.core import balance as chain_balance
 from roundpipe.core.errors import ConfigError, PartitionError, TraceError, shown
 from roundpipe.core.layers import BalanceFunction
-from roundpipe.core.module_tree import buffers_in
+from roundpipe.core.module_tree import buffers_in, parameters_in
 from roundpipe.fx.graph.nodes import (
     covered_module,
     installs_hook,
@@ -231,6 +231,28 @@ class CutChoice:
             cuts.append(cut)
         return cuts[::-1]
 
+    def between_weights_of(self, layers: Sequence[nn.Module]) -> list[int] | None:
+        """Cuts with the weights of these layers between them, each where least is carried; None: one has no place."""
+        layer_of: dict[nn.Parameter, int | None] = {}
+        for index, layer in enumerate(layers):
+            for parameter in parameters_in(layer):
+                layer_of[parameter] = None if parameter in layer_of else index  # shared ones are used in several
+        first, last = [len(self._order)] * len(layers), [-1] * len(layers)
+        for position, node in enumerate(self._order):
+            for index in self._layers_used(node, layer_of):
+                first[index], last[index] = min(first[index], position), position
+        behind = [*accumulate(reversed(first), min)][::-1]
+        carried = dict(zip(self._edges, self._carried, strict=True))
+        cuts: list[int] = []
+        for before, after in zip(accumulate(last, max), behind[1:], strict=False):
+            if before < 0 or after == len(self._order):  # this graph uses none of the weights on one side
+                continue
+            places = self._legal[bisect_right(self._legal, before) : bisect_right(self._legal, after)]
+            if not places:
+                return None
+            cuts.append(min(reversed(places), key=carried.__getitem__))
+        return sorted(set(cuts))
+
     def within(self, max_layer_bytes: int, cuts: Sequence[int]) -> list[int]:
         """The cuts, with more of them in layers above a limit: narrow ones if they are enough, else any legal ones."""
         loads = [self._bytes_used(node, gradients=True) for node in self._order]
@@ -264,6 +286,11 @@ class CutChoice:
         """Bytes of the weights that a node uses, directly or through get_attr, and of their gradients."""
         costs = [self._costs[user] for user in (node, *_attributes_read(node))]
         return sum(cost.parameter_bytes + (cost.gradient_bytes if gradients else 0) for cost in costs)
+
+    def _layers_used(self, node: Node, layer_of: Mapping[nn.Parameter, int | None]) -> set[int]:
+        """The layers whose weights a node uses, directly or through get_attr."""
+        parameters = (each for user in (node, *_attributes_read(node)) for each in self._traced.parameters_of(user))
+        return {layer for each in parameters if (layer := layer_of.get(each)) is not None}
 
     def _with_parameters(self) -> list[int]:
         """Positions of the nodes that use parameters; every layer has one of them."""

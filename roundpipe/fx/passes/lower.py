@@ -5,10 +5,11 @@ Compiling, explaining and forecasting all lower here, so that equal options give
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from roundpipe.core.layers import LayerChain, LayerCost
@@ -67,12 +68,16 @@ class LoweredGraph:
         return layer_costs(self.traced, self.partition, self.chain, costs)
 
 
-def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> LoweredGraph:
+def lower(
+    traced: TracedGraph, options: LowerOptions = LowerOptions(), earlier: Sequence[nn.Module] = ()
+) -> LoweredGraph:
     """Cuts a graph into the finest chain of sensible layers, and generates them.
 
     Args:
         traced: a linted graph; values handed through unchanged are merged in it.
         options: what decides the cuts.
+        earlier: layers of another graph of the model. If it can be cut between the same weights, it is, so that
+            microbatches of both can run in one round.
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
@@ -81,7 +86,8 @@ def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> Lowere
     with torch.enable_grad(), walked_once():
         losses = own_losses(traced)
         costs = measure(traced, options.profile)
-        parts = partition(traced, costs, balance=options.balance, max_layer_bytes=options.max_layer_bytes)
+        balance, max_layer_bytes = options.balance, options.max_layer_bytes
+        parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
         chain.own_losses = losses
         return LoweredGraph(traced, costs, parts, chain)

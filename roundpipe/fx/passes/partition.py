@@ -94,12 +94,14 @@ def partition(
     *,
     balance: Balance = "time",
     max_layer_bytes: int | None = None,
+    earlier: Sequence[nn.Module] = (),
 ) -> Partition:
     """Cuts a graph into the finest chain of sensible layers.
 
     Args:
         traced, costs: a linted graph, in which values handed through unchanged are merged, and its nodes' costs.
         balance, max_layer_bytes: see `roundpipe.fx.passes.lower.LowerOptions`.
+        earlier: see `roundpipe.fx.passes.lower.lower`.
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
@@ -115,7 +117,8 @@ def partition(
         raise PartitionError("the model computes nothing from its inputs, so there are no layers to make")
     live = _live(order, traced, recomputed)
     choice = CutChoice(traced, costs, balance, order, live, legal_cuts(traced, memory, order, live))
-    cuts = choice.finest()
+    cuts = choice.between_weights_of(earlier) if earlier else None
+    cuts = choice.finest() if cuts is None else cuts
     if max_layer_bytes is not None:
         cuts = choice.within(max_layer_bytes, cuts)
     return Partition(_chunks(traced, order, cuts, live, recomputed), recomputed, _differentiable(traced), balance)
