@@ -232,26 +232,27 @@ class CutChoice:
         return cuts[::-1]
 
     def between_weights_of(self, layers: Sequence[nn.Module]) -> list[int] | None:
-        """Cuts with the weights of these layers between them, each where least is carried; None: one has no place."""
-        layer_of: dict[nn.Parameter, int | None] = {}
-        for index, layer in enumerate(layers):
-            for parameter in parameters_in(layer):
-                layer_of[parameter] = None if parameter in layer_of else index  # shared ones are used in several
-        first, last = [len(self._order)] * len(layers), [-1] * len(layers)
-        for position, node in enumerate(self._order):
-            for index in self._layers_used(node, layer_of):
-                first[index], last[index] = min(first[index], position), position
-        behind = [*accumulate(reversed(first), min)][::-1]
+        """Cuts with the weights of these layers between them, each where least is carried.
+
+        None if this graph uses the weights in another order, or there is no place for a cut.
+        """
+        weights = [set(map(id, parameters_in(layer))) for layer in layers]
         carried = dict(zip(self._edges, self._carried, strict=True))
+        current, last = 0, None  # the layer, and the latest node that uses its weights
         cuts: list[int] = []
-        for before, after in zip(accumulate(last, max), behind[1:], strict=False):
-            if before < 0 or after == len(self._order):  # this graph uses none of the weights on one side
+        for position, node in enumerate(self._order):
+            if not (used := set(map(id, self._parameters_used(node)))):
                 continue
-            places = self._legal[bisect_right(self._legal, before) : bisect_right(self._legal, after)]
-            if not places:
+            following = next((number for number in range(current, len(layers)) if used <= weights[number]), None)
+            if following is None:
                 return None
-            cuts.append(min(reversed(places), key=carried.__getitem__))
-        return sorted(set(cuts))
+            if following > current and last is not None:
+                places = self._legal[bisect_right(self._legal, last) : bisect_right(self._legal, position)]
+                if not places:
+                    return None
+                cuts.append(min(reversed(places), key=carried.__getitem__))
+            current, last = following, position
+        return None if any(weights[current + 1 :]) else cuts
 
     def within(self, max_layer_bytes: int, cuts: Sequence[int]) -> list[int]:
         """The cuts, with more of them in layers above a limit: narrow ones if they are enough, else any legal ones."""
@@ -287,15 +288,13 @@ class CutChoice:
         costs = [self._costs[user] for user in (node, *_attributes_read(node))]
         return sum(cost.parameter_bytes + (cost.gradient_bytes if gradients else 0) for cost in costs)
 
-    def _layers_used(self, node: Node, layer_of: Mapping[nn.Parameter, int | None]) -> set[int]:
-        """The layers whose weights a node uses, directly or through get_attr."""
-        parameters = (each for user in (node, *_attributes_read(node)) for each in self._traced.parameters_of(user))
-        return {layer for each in parameters if (layer := layer_of.get(each)) is not None}
+    def _parameters_used(self, node: Node) -> list[nn.Parameter]:
+        """The parameters that a node uses, directly or through get_attr."""
+        return [each for user in (node, *_attributes_read(node)) for each in self._traced.parameters_of(user)]
 
     def _with_parameters(self) -> list[int]:
         """Positions of the nodes that use parameters; every layer has one of them."""
-        uses = [(node, *_attributes_read(node)) for node in self._order]
-        return [index for index, users in enumerate(uses) if any(map(self._traced.parameters_of, users))]
+        return [index for index, node in enumerate(self._order) if self._parameters_used(node)]
 
     def _widths(self, window: float) -> dict[int, float]:
         """For each legal cut: bytes carried, over those of the narrowest cut nearby on its wider side.
