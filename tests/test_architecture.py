@@ -183,11 +183,9 @@ def function_of(file: str, name: str) -> ast.AST:
     """The definition of a function or method, or of a class, by its qualified name."""
     node: ast.AST = tree_of(file)
     for part in name.split("."):
-        definitions = [
-            child
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == part
-        ]
+        children = ast.iter_child_nodes(node)
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        definitions = [child for child in children if isinstance(child, kinds) and child.name == part]
         assert definitions, f"docs/architecture.md: {file} has no {name}"
         node = definitions[0]
     return node

@@ -102,7 +102,7 @@ def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
 
 
 def test_what_is_no_group_is_refused() -> None:
-    for group, message in (("world", "start the program with torchrun"), ("all", "give 'world'"), (-100, "no member")):
+    for group, message in (("world", "start the program with torchrun"), ("all", "give 'world'"), (-100, "is not in")):
         with pytest.raises(ConfigError, match=message):
             roundpipe.RoundPipe(nn.Linear(2, 2), devices=["cpu"], process_group=group)
 

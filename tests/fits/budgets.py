@@ -79,5 +79,5 @@ def proposed(message: str, setting: Setting) -> Iterator[Setting]:
                 grain=grain[1] if grain else setting.grain,
                 tiles="auto" if "tiles='auto'" in part else setting.tiles,
             )
-    elif needed := re.search(r"more memory \(([\d,]+) bytes", advice):
+    elif needed := re.search(r"\(([\d,]+) bytes are needed", advice):
         yield replace(setting, memory_bytes=int(needed[1].replace(",", "")))
