@@ -12,16 +12,20 @@ How torch marks a compiled function, and where that has its options, is private 
 from __future__ import annotations
 
 import contextvars
+import copy
+import functools
 import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 
 COMPILED_CALL = "_compiled_call_impl"
@@ -32,6 +36,8 @@ _MARKED = "_torchdynamo_wrapper_id"
 _DISABLED = "_torchdynamo_disable"
 _CONTEXT = "self"
 """The variable of a compiled function that compiles other functions with the same options."""
+_REGION = "_isolate_recompiles_id"
+"""Where such a variable says what it shares compiled code with. Versions of torch before 2.13 are without."""
 
 
 never_compiled = torch._disable_dynamo
@@ -76,8 +82,47 @@ def compiled_like(function: Any, other: Callable[..., Any]) -> Callable[..., Any
         disabled: Callable[..., Any] = torch.compiler.disable(other)
         return disabled
     context = _variables_of(function).get(_CONTEXT)
-    compiled: Callable[..., Any] = other if context is None else context(other)
-    return compiled
+    if context is None:
+        return other
+    if hasattr(context, _REGION):
+        context = copy.copy(context)
+        setattr(context, _REGION, _region_beside(getattr(context, _REGION)))
+    return _compiled_once(context(other), getattr(other, "__self__", None), _KNOWN.setdefault(function, set()))
+
+
+@functools.cache
+def _region_beside(region: int) -> int:
+    """Where torch keeps what it compiles for copies: beside what it has for calls of the user's, with an own limit."""
+    apart: Any = {"isolate_recompiles": True}
+    number: int = getattr(torch.compile(lambda: None, **apart), _REGION)
+    return number
+
+
+_KNOWN: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
+"""Per compiled function, what its copies have been called with."""
+_LOCK = threading.RLock()
+
+
+def _compiled_once(function: Callable[..., Any], owner: Any, known: set[Any]) -> Callable[..., Any]:
+    """A compiled function whose calls of a new kind run one at a time, in all threads.
+
+    Torch looks for what it has compiled, and only then waits for other threads that compile: what threads call together
+    would be compiled by each. What tells kinds apart here may be less than what torch looks at: then that may happen.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true while another thread compiles, too
+            return function(*args, **kwargs)
+        tensors = [(each.shape, each.dtype, each.device, each.requires_grad) for each in trees.tensors([args, kwargs])]
+        kind = torch.is_grad_enabled(), getattr(owner, "training", None), *tensors
+        if kind in known:
+            return function(*args, **kwargs)
+        with _LOCK:
+            result = function(*args, **kwargs)
+        known.add(kind)
+        return result
+
+    return call
 
 
 _CALL = nn.Module.__call__

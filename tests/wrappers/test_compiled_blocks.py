@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from roundpipe.core.compiled_modules import COMPILED_CALL, as_written, compiled_
 from tests.equality import assert_same_gradients, eager_forward_backward
 from tests.wrappers.cases_forwarding import DEVICES, squared
 from tests.wrappers.test_compiled_modules import tiny_llama
+
+HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 class Counter:
@@ -171,6 +175,48 @@ def test_a_block_that_is_compiled_between_steps(counter: Counter) -> None:
         assert counter.num_calls == num_calls > 0
 
 
+@pytest.mark.skipif(not HAS_REGIONS, reason="torch 2.13 and later keep what is compiled apart")
+def test_what_workers_compile_leaves_the_models_own_calls_their_limit(counter: Counter) -> None:
+    """With `fullgraph`, torch would raise an error. Such calls compile no more than without workers."""
+    alone, model = Model().double(), Model().double()
+    xs = [torch.randn(6, length, 6).double() for length in (5, 7, 9)]
+
+    def num_compiled_of_own_calls(model: nn.Module) -> int:
+        before = counter.num_compiled
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                for x in xs:
+                    model.train(training)(x)
+        return counter.num_compiled - before
+
+    for each in (alone, model):
+        call_compiled(each, backend=counter, fullgraph=True)
+    expected = num_compiled_of_own_calls(alone)
+    torch._dynamo.reset()
+    with roundpipe.compile(model, devices=DEVICES) as pipe:
+        for x in xs:
+            pipe.forward_backward((x,), loss_fn=squared)
+        with torch.no_grad():
+            for x in xs:
+                pipe.eval()(x)
+        pipe.synchronize()
+    assert 2 < num_compiled_of_own_calls(model) <= expected  # which sizes vary is known already
+
+
+@pytest.mark.parametrize("compile_blocks", SPELLINGS[:3])
+def test_later_wrappers_compile_nothing_again(compile_blocks: Callable[..., None], counter: Counter) -> None:
+    model, x = Model().double(), torch.randn(6, 6).double()
+    reference = copy.deepcopy(model)
+    compile_blocks(model, backend=counter, dynamic=False)
+    pipes, counts = [], []
+    for _ in range(3):
+        with roundpipe.compile(model, example_args=(x,), devices=DEVICES) as pipe:
+            assert_a_step_is_eager(pipe, model, reference, x)
+            pipes.append(pipe)
+            counts.append(counter.num_compiled)
+    assert 0 < counts[0] == counts[1] == counts[2]
+
+
 def test_what_torch_is_told_not_to_compile() -> None:
     model = Model().double()
     reference = copy.deepcopy(model)
@@ -293,6 +339,27 @@ def test_what_is_known_of_a_compiled_function() -> None:
     assert torch.equal(compiled_like(function, other._call_impl)(x), other(x))
     assert torch.equal(compiled_like(linear.forward, other)(x), other(x))
     assert (counter.num_compiled, counter.num_calls) == (2, 2)
+
+
+def test_threads_that_begin_together_compile_once(counter: Counter) -> None:
+    block, x, num_threads = Block(), torch.randn(2, 8), 4
+    block.compile(backend=counter)
+    function: Any = getattr(block, COMPILED_CALL)
+    meeting = threading.Barrier(num_threads)
+
+    def run(other: Block) -> None:
+        copied = compiled_like(function, other._call_impl)
+        meeting.wait(60)
+        copied(x)
+
+    threads = [threading.Thread(target=run, args=(Block(),)) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (counter.num_compiled, counter.num_calls) == (1, num_threads)
+    block(x)
+    assert counter.num_compiled == 1 + HAS_REGIONS  # if not, torch names regions in another way than we do
 
 
 @pytest.mark.cuda
