@@ -12,7 +12,6 @@ How torch marks a compiled function, and where that has its options, is private 
 from __future__ import annotations
 
 import contextvars
-import copy
 import functools
 import inspect
 import sys
@@ -85,8 +84,9 @@ def compiled_like(function: Any, other: Callable[..., Any]) -> Callable[..., Any
     if context is None:
         return other
     if hasattr(context, _REGION):
-        context = copy.copy(context)
-        setattr(context, _REGION, _region_beside(getattr(context, _REGION)))
+        options = vars(context)
+        context = object.__new__(type(context))  # `copy` would leave out `dynamic`
+        vars(context).update({**options, _REGION: _region_beside(options[_REGION])})
     return _compiled_once(context(other), getattr(other, "__self__", None), _KNOWN.setdefault(function, set()))
 
 

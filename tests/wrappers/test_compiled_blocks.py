@@ -341,6 +341,18 @@ def test_what_is_known_of_a_compiled_function() -> None:
     assert (counter.num_compiled, counter.num_calls) == (2, 2)
 
 
+@pytest.mark.parametrize(("dynamic", "num_compiled"), [(False, 4), (True, 1), (None, 2)])
+def test_copies_are_compiled_with_the_options_of_the_original(
+    dynamic: bool | None, num_compiled: int, counter: Counter
+) -> None:
+    block = Block()
+    block.compile(backend=counter, dynamic=dynamic)
+    copied = compiled_like(getattr(block, COMPILED_CALL), Block()._call_impl)
+    for length in (3, 4, 5, 6):
+        copied(torch.randn(length, 8))
+    assert counter.num_compiled == num_compiled
+
+
 def test_threads_that_begin_together_compile_once(counter: Counter) -> None:
     block, x, num_threads = Block(), torch.randn(2, 8), 4
     block.compile(backend=counter)
