@@ -102,12 +102,17 @@ def attributes_kept(owner: Any) -> Iterator[None]:
             CONTAINER.write(container, None, before)
 
 
+MAX_ITEMS = 10_000
+"""A container of more is taken for data, which loss code does not change: each batch would copy it."""
+
+
 def _containers_in(values: dict[str, Any]) -> list[Any]:
-    """Those among the values, and among the values of dicts that are; lists, such as data, may be long."""
+    """Those among the values, and among the values of dicts that are."""
     found: dict[int, Any] = {}
     pending = deque(values.values())
     while pending:
-        if isinstance(value := pending.popleft(), CONTAINERS) and id(value) not in found:
+        value = pending.popleft()
+        if isinstance(value, CONTAINERS) and len(value) <= MAX_ITEMS and id(value) not in found:
             found[id(value)] = value
             pending += value.values() if isinstance(value, dict) else ()
     return list(found.values())

@@ -20,6 +20,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -267,9 +268,9 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _pieces_of(self, inputs: dict[str, Any], num_items: Any, number: int, share: float) -> list[Microbatch]:
         """A batch of the training as up to ``number`` microbatches."""
-        with attributes_kept(self):
-            args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         is_own = self._is_own_loss
+        with nullcontext() if is_own else attributes_kept(self):
+            args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         batch = Batch(args, kwargs, {} if is_own else inputs)
         return self._cut(batch, num_items, number, share, is_own)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainingArguments
 
 import roundpipe
 from roundpipe.integrations.microbatches import MAX_CLASSES, Batch, LossKind
+from roundpipe.integrations.stand_in import MAX_ITEMS, attributes_kept
 from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer
 from tests.integrations.trainers import llama, padded, texts
 
@@ -201,3 +203,13 @@ def test_predictions_of_batches_that_can_not_be_cut(tmp_path: Path) -> None:
     expected = transformers.Trainer(**options).predict(range(4)).predictions
     found = RoundPipeTrainer(**options, roundpipe=RoundPipeArguments(devices=["cpu", "cpu"])).predict(range(4))
     torch.testing.assert_close(torch.tensor(found.predictions), torch.tensor(expected))
+
+
+def test_what_is_done_to_attributes_is_taken_back_but_for_what_is_taken_for_data() -> None:
+    owner = SimpleNamespace(counts={"train": {"tokens": [1]}}, data=[0] * (MAX_ITEMS + 1), mode="train")
+    with attributes_kept(owner):
+        owner.counts["train"]["tokens"].append(2)
+        owner.counts["eval"], owner.mode, owner.new = {}, "eval", 3
+        owner.data.append(1)
+    assert vars(owner).keys() == {"counts", "data", "mode"} and owner.mode == "train"
+    assert owner.counts == {"train": {"tokens": [1]}} and len(owner.data) == MAX_ITEMS + 2
