@@ -13,6 +13,7 @@ counted in operations instead of time), and every plan found is within the budge
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import ceil, gcd, inf, log
@@ -31,7 +32,7 @@ from roundpipe.planning.stage_costs import (
 from roundpipe.planning.step_times import step_seconds
 
 _SEARCH_OPS = 5_000_000
-"""Effort of one search at most; an op takes about 0.1 microseconds."""
+"""Effort of one search at most; an op takes about 0.15 to 0.3 microseconds."""
 _OPS_PER_LAYER_CUBED = 700
 """Effort of one search of a short chain."""
 _EXHAUSTIVE_LAYERS = 7
@@ -233,7 +234,8 @@ class Search:
     def _pack_all(self) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
         share = int(self.effort.ops_left * _PACKING_SHARE / _NUM_STARTS)
-        starts = self.fused_starts()
+        least_start = self._least_start()
+        starts = [(start, bound_s) for start, bound_s in self.fused_starts() if start >= least_start]
         self.floor_s = starts[0][1] if starts else 0.0
         for start, bound_s in starts[:_NUM_STARTS]:
             if bound_s > self.best_s:
@@ -245,6 +247,20 @@ class Search:
                     self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
                 if self.effort.ops_left < ops_after:
                     break
+
+    def _least_start(self) -> int:
+        """The first start of the fused tail with which single layers before it fit: no plan needs much less memory.
+
+        Climbs look at the starts right before it. 0 if none fits.
+        """
+
+        def fits(start: int) -> bool:
+            cuts = Cuts.single(range(start + 1))
+            candidate = Candidate(cuts, cuts)
+            return self.fits(candidate, self.stages(candidate))
+
+        least_start = bisect_left(range(self.num_layers), True, key=fits)
+        return least_start if least_start < self.num_layers else 0
 
     def _packings(self, start: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Forward and backward edges for a start of the fused tail, against one target time at a time."""
