@@ -9,7 +9,8 @@ bandwidth. What lives on a device is updated there behind the step's jobs.
 The optimizer's chain, of which a step takes as long as it needs where it is the limit: gradients come home, behind
 which the worker's next job is released, and are converted into the optimizer's; the update begins when all are and its
 thread has written the weights of the update before into the model, which it does when the step is made, behind
-the last uploads, the layers that the next step needs first before the others; the next step brings up what is written.
+the last uploads, the layers that the next step needs first before the others; the next step brings up what is written,
+and runs its first layers while the others are on their way.
 
 Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
 """
@@ -17,8 +18,7 @@ Invariant: the replay ends when steps in a row are like those before them, or af
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
@@ -29,6 +29,7 @@ from roundpipe.planning.replayed import (
     Activity,
     Cause,
     EarlierJob,
+    FinishedSteps,
     JobWaits,
     Outputs,
     ReplayedActivity,
@@ -38,15 +39,13 @@ from roundpipe.planning.replayed import (
 from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.stage_costs import StageCosts, beside_bytes, num_trained
 
-_SAME = 5e-4
-"""Share of a step within which all ends of two steps must agree for the replay to be steady."""
-_NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
-"""So many steps in a row whose lengths differ by this share are taken as steady, too."""
 _MAX_STEPS, _MAX_TURNS = 32, 4
 """Steps after which a replay that is not steady is averaged: as many, and as many as the workers need for so many
 times the visits that each of them may have under way."""
 _MIN_STEPS, _NUM_OPS = 6, 30_000
 """Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
+_NUM_PIECES = 4
+"""In which the weights of a step's first jobs come up; it is layer by layer, of which these show the most."""
 
 
 class StepReplay:
@@ -104,13 +103,9 @@ class StepReplay:
         most = max(_MAX_STEPS, _MAX_TURNS * self._num_in_a_row)
         self._max_steps = max(_MIN_STEPS, min(most, _NUM_OPS // num_ops))
         self._unfinished: deque[ReplayedStep] = deque()
-        self.over: list[ReplayedStep] = []
-        self.age = 0
-        """How many steps before the last ones there were ones like them; 0: not steady yet."""
-        self._num_alike: dict[int, int] = {}
-        """Per age, how many of the last steps in a row were like those so many steps before them."""
+        self.finished = FinishedSteps(self._num_in_a_row)
         self._add_step(None)
-        while not self.age and self._queue.advance():
+        while not self.finished.age and self._queue.advance():
             pass
 
     def _add_step(self, before: ReplayedStep | None) -> None:
@@ -128,20 +123,23 @@ class StepReplay:
         losses: list[Node] = []
         forwards: list[Node] = []
         others: list[Node] = []
-        gates: list[Node | None] = [None] * len(schedule.jobs)
+        pieces = [self._pieces(position, job) for position, job in enumerate(schedule.jobs)]
+        gates: list[list[Node | None]] = [[None] * len(each) for each in pieces]
         if before is not None and self._update_bytes:
-            gates = [self._add_gate(step, job, before, updated) for job in schedule.jobs]
+            gates = [[self._add_gate(step, layers, before, updated) for layers in each] for each in pieces]
             self._queue.add(before.exchanged, *dict.fromkeys(step.handed_over.values()))
         for position, job in enumerate(schedule.jobs):
             if job.replica == 0:
                 inputs, outputs = outputs, {}
-            earlier, gate = self._earlier[job.worker], gates[position]
-            weights = self._add_weights(step, position, gate)
+            earlier = self._earlier[job.worker]
+            weights = self._add_weights(step, position, pieces[position], gates[position])
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
-            waits = JobWaits(
-                losses_before, step.start, weights, gate, earlier[-1] if earlier else None, step.lost_s[-1]
-            )
+            job_before, lost_s = earlier[-1] if earlier else None, step.lost_s[-1]
+            waits = [
+                JobWaits(layers, losses_before, step.start, there, gate, job_before, lost_s)
+                for layers, there, gate in zip(pieces[position], weights, gates[position], strict=True)
+            ]
             last, forward = self._add_ops(step, position, waits, inputs, outputs)
             forwards += [] if forward is None else [forward]
             step.ends.append(last)
@@ -222,9 +220,17 @@ class StepReplay:
         self._queue.add(transfer, *after)
         return transfer
 
-    def _add_gate(self, step: ReplayedStep, job: Job, before: ReplayedStep, updated: Sequence[Node]) -> Node | None:
+    def _pieces(self, position: int, job: Job) -> list[range]:
+        """Layers of a job whose weights come up one after the other, while those before them run: of a step's first."""
+        is_split = position < self.schedule.num_workers and job.phase is not Phase.BACKWARD and self._update_bytes
+        size = max(-(-len(job.layers) // _NUM_PIECES), 1) if is_split else len(job.layers)
+        return [range(start, min(start + size, job.stop)) for start in range(job.start, job.stop, size)]
+
+    def _add_gate(
+        self, step: ReplayedStep, layers: Iterable[int], before: ReplayedStep, updated: Sequence[Node]
+    ) -> Node | None:
         """When an update's weights are in the model: it is done, and the step before has read the old ones."""
-        layers = [layer for layer in job.layers if self._costs.layers[layer].gradient_bytes]
+        layers = [layer for layer in layers if self._costs.layers[layer].gradient_bytes]
         if not layers:
             return None
         new = [layer for layer in layers if layer not in step.handed_over]
@@ -243,15 +249,17 @@ class StepReplay:
         self._queue.add(gate, *{step.handed_over[layer] for layer in layers})
         return gate
 
-    def _add_weights(self, step: ReplayedStep, position: int, gate: Node | None) -> Node:
-        """The upload of a job's weights, into the memory of the worker's visit before last.
+    def _add_weights(
+        self, step: ReplayedStep, position: int, pieces: Sequence[range], gates: Sequence[Node | None]
+    ) -> list[Node]:
+        """The uploads of a job's weights, into the memory of the worker's visit before last.
 
         One of the worker's last two visits may have brought them: of the same layers, in the same step.
         """
         job = step.schedule.jobs[position]
         earlier = list(self._earlier[job.worker])
         are_there = any(step.schedule.has_job(one.job.index) and one.job.layers == job.layers for one in earlier)
-        waits = [] if gate is None else [gate]
+        waits: list[Node] = []
         is_first = position < step.schedule.num_workers
         if is_first:  # a step's weights are asked for when it is made, with the losses of the step before
             waits.append(step.start)
@@ -259,16 +267,19 @@ class StepReplay:
             earlier = earlier[:-1] if len(earlier) == 2 else []
         for visit in earlier:
             waits += [visit.released, *([visit.gradients] if visit.gradients is not None else [])]
-        weight_bytes = 0 if are_there else self.stages[position].weight_bytes
-        weights = self._add_transfer("weights", self._up[job.worker], weight_bytes, job, None, 1, *waits)
-        for layer in job.layers:
-            step.uploads.setdefault(layer, []).append(weights)
-        return weights
+        uploads: list[Node] = []
+        for layers, gate in zip(pieces, gates, strict=True):
+            num_bytes = 0 if are_there else self._costs.weight_bytes(layers.start, layers.stop)
+            after = waits if gate is None else [gate, *waits]
+            uploads.append(self._add_transfer("weights", self._up[job.worker], num_bytes, job, None, 1, *after))
+            for layer in layers:
+                step.uploads.setdefault(layer, []).append(uploads[-1])
+        return uploads
 
     def _add_ops(
-        self, step: ReplayedStep, position: int, waits: JobWaits, inputs: Outputs, outputs: Outputs
+        self, step: ReplayedStep, position: int, pieces: Sequence[JobWaits], inputs: Outputs, outputs: Outputs
     ) -> tuple[Op, Op | None]:
-        """A job's microbatches: values come up, they run, outputs go down.
+        """A job's microbatches: values come up, they run, outputs go down; the first one piece by piece.
 
         Returns the last op and, where a hand-over waits for it, the one that knows the last of the job's losses.
         """
@@ -282,10 +293,19 @@ class StepReplay:
         kept_bytes = self._on_host[position].kept_bytes
         up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_runs[job.worker]
         begin_s = [self._profile.visit_s]
-        blocks = [] if waits.before is None else [waits.before.released]
+        *front, whole = pieces
+        blocks = [] if whole.before is None else [whole.before.released]
+
+        def forward_s(layers: range) -> float:
+            return self._costs.forward_s[layers.stop] - self._costs.forward_s[layers.start]
 
         def add(
-            seconds: float, values: Node, producer: Node | None, is_last: bool, activity: Activity = "compute"
+            seconds: float,
+            values: Node,
+            producer: Node | None,
+            is_last: bool,
+            activity: Activity = "compute",
+            waits: JobWaits = whole,
         ) -> Op:
             op = Op(job.worker, seconds + (begin_s.pop() if begin_s else 0.0))
             if self.record:
@@ -305,16 +325,18 @@ class StepReplay:
         microbatches = step.schedule.microbatches(job)
         knows_losses = job.phase is Phase.FUSED and self._profile.hand_over_bytes_per_parameter > 0
         for microbatch in microbatches:
-            arrived, producer = inputs.get(microbatch, (waits.start, waits.losses))
+            arrived, producer = inputs.get(microbatch, (whole.start, whole.losses))
             saved = bring(carry_in) if is_backward else None
             incoming = bring(read_bytes, arrived)
             if saved is not None:
                 add(stage.early_s, saved, None, is_last=False, activity="recompute")
-            late_s = stage.seconds - stage.early_s
+            late_s, rest = stage.seconds - stage.early_s, job.start
+            for piece in front if microbatch == microbatches[0] else ():
+                add(forward_s(piece.layers), incoming, producer, is_last=False, waits=piece)
+                late_s, rest = late_s - forward_s(piece.layers), piece.layers.stop
             if knows_losses and microbatch == microbatches[-1]:
-                forward_s = self._costs.forward_s[job.stop] - self._costs.forward_s[job.start]
-                forward = add(forward_s, incoming, producer, is_last=False)
-                late_s -= forward_s
+                forward = add(forward_s(range(rest, job.stop)), incoming, producer, is_last=False)
+                late_s -= forward_s(range(rest, job.stop))
             op = add(late_s, incoming, producer, is_last=True)
             recent.append(op)
             on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
@@ -367,29 +389,4 @@ class StepReplay:
 
     def _finish(self) -> None:
         while self._unfinished and all(node.over_s is not None for node in self._unfinished[0].ends):
-            self._compare(self._unfinished.popleft())
-
-    def _compare(self, step: ReplayedStep) -> None:
-        """Holds a step that is over against those before it."""
-        self.over.append(step)
-        step.uploads.clear()
-        step.handed_over.clear()
-        end_s = step.end_s
-        ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
-        step.relative_ends_s = ends_s
-        if self.age:
-            return
-        for age in range(1, len(self.over)):
-            old = self.over[-1 - age]
-            within_s = _SAME * (end_s - old.end_s) / age
-            is_like = all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s, strict=True))
-            self._num_alike[age] = self._num_alike.get(age, 0) + 1 if is_like else 0
-            if self._num_alike[age] >= self._num_in_a_row:
-                self.age = age
-                return
-        num_alike = max(_NUM_ALIKE, 2 * self._num_in_a_row)
-        past = [earlier.end_s for earlier in self.over[::-1][: num_alike + 1]]
-        if len(past) > num_alike:  # some ends may drift where nothing depends on them
-            gains = [now - then for now, then in pairwise(past)]
-            if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
-                self.age = 1
+            self.finished.add(self._unfinished.popleft())

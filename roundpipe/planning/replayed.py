@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from roundpipe.core.schedule import Job, Schedule
 from roundpipe.planning.machine import Node
+
+_SAME = 5e-4
+"""Share of a step within which all ends of two steps must agree for the replay to be steady."""
+_NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
+"""So many steps in a row whose lengths differ by this share are taken as steady, too."""
 
 Cause = Literal["weights", "activations", "optimizer", "no_work", "gradients"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -63,11 +69,13 @@ class EarlierJob(NamedTuple):
 class JobWaits(NamedTuple):
     """What the ops of a job wait for, and the seconds that they lost to it."""
 
+    layers: range
+    """Whose weights it is about: all of the job's, or some of which its first microbatch runs while others come."""
     losses: Node | None
     start: Node
     weights: Node
     gate: Node | None
-    """When the job's new weights are in the model."""
+    """When their new weights are in the model."""
     before: EarlierJob | None
     lost_s: dict[Cause, float]
 
@@ -106,3 +114,40 @@ class ReplayedStep:
         end_s = self.ends[len(self.schedule.jobs) - 1].over_s
         assert end_s is not None
         return end_s
+
+
+class FinishedSteps:
+    """The steps of a replay that are over; ``num_in_a_row`` of them must be like earlier ones for it to be steady."""
+
+    def __init__(self, num_in_a_row: int) -> None:
+        self._num_in_a_row = num_in_a_row
+        self.steps: list[ReplayedStep] = []
+        self.age = 0
+        """How many steps before the last ones there were ones like them; 0: not steady yet."""
+        self._num_alike: dict[int, int] = {}
+        """Per age, how many of the last steps in a row were like those so many steps before them."""
+
+    def add(self, step: ReplayedStep) -> None:
+        """Holds a step that is over against those before it."""
+        self.steps.append(step)
+        step.uploads.clear()
+        step.handed_over.clear()
+        end_s = step.end_s
+        ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
+        step.relative_ends_s = ends_s
+        if self.age:
+            return
+        for age in range(1, len(self.steps)):
+            old = self.steps[-1 - age]
+            within_s = _SAME * (end_s - old.end_s) / age
+            is_like = all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s, strict=True))
+            self._num_alike[age] = self._num_alike.get(age, 0) + 1 if is_like else 0
+            if self._num_alike[age] >= self._num_in_a_row:
+                self.age = age
+                return
+        num_alike = max(_NUM_ALIKE, 2 * self._num_in_a_row)
+        past = [earlier.end_s for earlier in self.steps[::-1][: num_alike + 1]]
+        if len(past) > num_alike:  # some ends may drift where nothing depends on them
+            gains = [now - then for now, then in pairwise(past)]
+            if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
+                self.age = 1

@@ -103,8 +103,8 @@ def simulate(
 
 def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
     """Means over the steps from the one that the last one is like."""
-    num_steps = steps.age or max(len(steps.over) // 2, 1)
-    last, old = steps.over[-1], steps.over[-1 - num_steps]
+    num_steps = steps.finished.age or max(len(steps.finished.steps) // 2, 1)
+    last, old = steps.finished.steps[-1], steps.finished.steps[-1 - num_steps]
     seconds = (last.end_s - old.end_s) / num_steps
     schedule = steps.schedule
     num_workers, num_jobs = schedule.num_workers, len(schedule.jobs)
@@ -122,7 +122,7 @@ def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
         busy_s[worker] += steps.update_there_s / num_jobs / turns
         busy_s[worker] += visits * steps.stages[position].seconds / turns
         for cause in CAUSES:
-            lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.over[-num_steps:])
+            lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.finished.steps[-num_steps:])
     uploaded, downloaded, by_optimizer = (
         (now - then) / num_steps for now, then in zip(last.moved_bytes, old.moved_bytes, strict=True)
     )

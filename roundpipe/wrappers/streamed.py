@@ -21,10 +21,10 @@ from roundpipe.core.errors import DeviceMemoryError, release_frames, said
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
 from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.weights.download import write_buffer
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.on_demand import OnDemandWeights, as_parameter, groups_of
 from roundpipe.runtime.weights.replica import Replica
-from roundpipe.runtime.weights.residency import write_buffer
 from roundpipe.runtime.weights.slots import attributes_of
 from roundpipe.runtime.weights.weight_tables import AbsentWeight
 

@@ -24,7 +24,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.core.errors import ConfigError, RankError
 from roundpipe.runtime.ranks import buckets
 from roundpipe.runtime.ranks.group import RankGroup
-from roundpipe.runtime.weights.residency import Download
+from roundpipe.runtime.weights.download import Download
 from tests.equality import difference
 
 NUM_STEPS = 10

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.weights import residency
+from roundpipe.runtime.weights import download
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers.checkpoint_files import SummedFile
 from tests.faults.points import POINTS
@@ -19,7 +19,7 @@ PREFIX = "library: "
 PLACES: dict[str, tuple[Any, str]] = {
     "upload": (CpuBackend, "upload"),
     "download": (CpuBackend, "download"),
-    "gradient add": (residency, "_add_gradient"),
+    "gradient add": (download, "_add_gradient"),
     "gradient to the optimizer": (ParameterPair, "take_gradient"),
     "weights into the model": (ParameterPair, "write_weights"),
     "checkpoint write": (SummedFile, "write"),

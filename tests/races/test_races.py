@@ -10,8 +10,9 @@ import pytest
 
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.optimizer.hand_over import _Group
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.gate import Gate
-from roundpipe.runtime.weights.residency import Download, Visit
+from roundpipe.runtime.weights.residency import Visit
 from tests.races.schedules import problem_of
 
 NUM_TRIES = 60

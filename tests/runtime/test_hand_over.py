@@ -11,11 +11,11 @@ import roundpipe
 from roundpipe.core.together import Together
 from roundpipe.runtime.device import host_limit
 from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
-from roundpipe.runtime.weights.residency import Download
 from tests.repeats import repeats
 from tests.runtime.cases_overlap import LR, in_asynchronous_steps, stale_loop, train
 from tests.runtime.cases_overlap import build as build_held

@@ -198,13 +198,14 @@ def test_visits_lie_at_alternating_ends():
     visits = []
     for position, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         visit, side = arena.begin([bound(host, target, layer)])
+        visit.bring()
         start = visit.memory[0].data_ptr() - base
         assert side == position % 2
         assert start == (0 if side == 0 else total - size)
         visits.append((visit, side))
         if len(visits) == 2:  # the next one comes up only when the one before is done
             earlier, earlier_side = visits.pop(0)
-            earlier.arrive()
+            earlier.arrive(0)
             earlier.bind(0, with_gradients=False)
             assert earlier.layers[0].module.weight.data_ptr() == earlier.memory[0].data_ptr()
             arena.end(earlier_side, earlier.release(keep_buffers=False)[1])
@@ -234,7 +235,8 @@ def test_visits_at_the_same_place_have_their_own_values_and_keep_no_memory():
     for value in (1.0, 2.0, 3.0):
         torch.nn.init.constant_(layer.weight, value)
         visit, side = arena.begin([bound(host, target, layer)])
-        visit.arrive()
+        visit.bring()
+        visit.arrive(0)
         visit.bind(0, with_gradients=True)
         weight = visit.layers[0].module.weight
         assert torch.equal(weight, layer.weight) and weight.grad is None
@@ -275,7 +277,8 @@ def test_released_layers_hold_no_device_memory():
     arena = Arena(target)
     arena.reserve([one.weights.num_bytes])
     visit, _ = arena.begin([one])
-    visit.arrive()
+    visit.bring()
+    visit.arrive(0)
     visit.bind(0, with_gradients=True)
     assert all(p is not None for p in one.module[0]._parameters.values())
     visit.release(keep_buffers=True)
@@ -292,7 +295,8 @@ def test_gradients_settle_by_addition():
     arena.reserve([layer.weight.nbytes + 64])
     for repeat in (1, 2, 3):
         visit, side = arena.begin([bound(host, target, layer)])
-        visit.arrive()
+        visit.bring()
+        visit.arrive(0)
         visit.bind(0, with_gradients=True)
         visit.layers[0].module(torch.ones(2, 3)).sum().backward()
         pending, events, _ = visit.release(keep_buffers=False)
@@ -306,7 +310,8 @@ def test_gradients_of_weights_go_down_behind_the_last_values():
     arena = Arena(target)
     arena.reserve([layer.weight.nbytes + 64])
     visit, _ = arena.begin([bound(host_of()[0], target, layer)])
-    visit.arrive()
+    visit.bring()
+    visit.arrive(0)
     visit.bind(0, with_gradients=True)
     visit.layers[0].module(torch.ones(2, 3)).sum().backward()
     target.download(torch.ones(3))

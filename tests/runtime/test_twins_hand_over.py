@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twin, Twins

@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe.planning.machine import ChainSeconds
 from roundpipe.runtime.optimizer.update_times import MOST_LOOKED_AT, UpdateTimes
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.gate import Steps
 
 

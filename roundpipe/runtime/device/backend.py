@@ -182,6 +182,10 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def uncounted(self) -> AbstractContextManager[Any]:
+        """Around work inside of `activations` that makes none."""
+        return nullcontext()
+
     @abstractmethod
     def peak_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once since the last reset."""

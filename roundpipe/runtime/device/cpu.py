@@ -20,7 +20,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.allocations import Allocations
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.storages import bytes_of
@@ -136,6 +137,14 @@ class CpuBackend(Backend):
         counted = CountedAllocations(self.ledger, memory)
         counted.leave_out(uploaded)  # a layer may be the last to read one: its outputs may then be where it was
         return counted
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        self.ledger.is_paused = True
+        try:
+            yield
+        finally:
+            self.ledger.is_paused = False
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = self.ledger.peak_bytes
@@ -265,6 +274,8 @@ class Ledger:
         self.total_bytes = 0
         self.peak_bytes = 0
         self.visit_peak_bytes = 0
+        self.is_paused = False
+        """Whether what operators allocate is not to be counted now."""
         self._lock = threading.RLock()  # a collection of garbage inside may free what is counted
 
     def add(self, num_bytes: int, purpose: str) -> None:
@@ -309,6 +320,11 @@ class CountedAllocations(Allocations):
     def __init__(self, ledger: Ledger, known: Sequence[torch.Tensor]) -> None:
         super().__init__(known)
         self._ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._ledger.is_paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def grow(self, num_bytes: int) -> None:
         self._ledger.add(num_bytes, "activations")

@@ -2,14 +2,14 @@
 
 In two threads. One waits for a job's downloads and adds them to the host's gradients; the worker waits for that before
 it lets the next ones go. What has come is converted to the optimizer's dtype in the other, for which only the update
-waits.
+waits; so weights that steps wait for are written before.
 
 Invariant: whatever is raised, a job that is given to `GradientsHome.bring` leaves its step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,16 @@ import torch
 from roundpipe.core.schedule import Job
 from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.profiling.meter import HostLog, Recorder
+from roundpipe.runtime.profiling.host_log import HostLog
+from roundpipe.runtime.profiling.meter import Recorder
 from roundpipe.runtime.threads import TaskThread
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.gate import Gates
-from roundpipe.runtime.weights.residency import Download
+
+CONVERTED_BYTES = 512 * 1024**2
+"""Of gradients that are converted at once, at most, but for one that has more: weights that are written go before the
+rest.
+"""
 
 
 class GradientsHome:
@@ -125,13 +131,29 @@ class GradientsHome:
     def _convert(self, step: StepState, job: Job, indexes: Sequence[int], touched: Sequence[torch.Tensor]) -> None:
         """Convert what jobs have added to the host's gradients, if it is all; never raises."""
         try:
-            with self._conversions_log.doing("converted", f"convert gradients of {job}", job=job.index):
-                self._gates.came(touched)
+            for parameters in _groups(touched):
+                self._gates.wait_written(f"{self._name} conversions")
+                with self._conversions_log.doing("converted", f"convert gradients of {job}", job=job.index):
+                    self._gates.came(parameters)
             _note_settled(step, indexes)
         except BaseException as error:
             step.cancel(error)
         finally:
             self._steps.leave(step, settling=True)
+
+
+def _groups(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In order, each of about `CONVERTED_BYTES`."""
+    group: list[torch.Tensor] = []
+    group_bytes = 0
+    for parameter in parameters:
+        group.append(parameter)
+        group_bytes += parameter.nbytes
+        if group_bytes >= CONVERTED_BYTES:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
 
 
 def _note_settled(step: StepState, indexes: Sequence[int]) -> None:

@@ -29,8 +29,8 @@ from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.runtime.weights.residency import Download
 
 
 class Cancelled(Exception):

@@ -13,7 +13,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
+from roundpipe.runtime.engine.arrivals import Arrivals, OpenVisit
 from roundpipe.runtime.engine.attempts import Attempts
 from roundpipe.runtime.engine.gradients_home import GradientsHome
 from roundpipe.runtime.engine.pace import InFlight, Pace
@@ -40,14 +40,6 @@ from roundpipe.runtime.weights.residency import Arena, Visit
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _OpenVisit:
-    job: Job
-    visit: Visit
-    side: int
-    stage: Stage | None = None
 
 
 class Worker:
@@ -81,13 +73,14 @@ class Worker:
         """Steps that were given to the worker and that it has not begun."""
         self._replicas: dict[int, tuple[LayerWeights, list[Replica]]] = {}
         """By layer, its replicas, and for which layout of the layer they were made."""
-        self._open: dict[int, _OpenVisit] = {}
+        self._open: dict[int, OpenVisit] = {}
         self._in_flight = InFlight()
         """Values of microbatches."""
         self._leaving = InFlight()
         """Gradients of weights, which no microbatch waits for."""
         self.pace = Pace(backend, self._in_flight, self._leaving)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self.pace)
+        self._arrivals = Arrivals(gates.weights, self.meter, name)
         self._attempts = Attempts(backend, self.meter, self.pace, self.arena, self._visits)
         self._was_idle = True
 
@@ -182,6 +175,7 @@ class Worker:
                 if task.kind is TaskKind.PREFETCH and self._goes_first(step, tasks[position + 1], task):
                     behind = task
                     continue
+                self._bring_more(step)
                 if position > last_prefetch and behind is None:
                     self._look_ahead()
                 self._execute(step, task)
@@ -237,7 +231,7 @@ class Worker:
         arena.reserve(more if spec.may_outlive_call and fits else sizes, spare_bytes)
 
     def _look_ahead(self) -> None:
-        """Start the upload of the next step's first job, once its weights may be read and if there is room."""
+        """Start the upload of the next step's first job, once its first weights may be read and if there is room."""
         if not self._upcoming or len(self._open) != 1:
             return
         following = self._upcoming[0]
@@ -249,14 +243,28 @@ class Worker:
         is_there = all(self.arena.residents.has_all(weights[index], stays[index]) for index in job.layers)
         if following.failed or following.kept.shortage or not has_room or not is_there:
             return
-        if not self._may_upload(following, job):
+        if not self._arrivals.may_begin(following, job):
             return
+        self._do_ahead(following, partial(self._prefetch, following, job))
+
+    def _do_ahead(self, following: StepState, act: Callable[[], None]) -> None:
+        """Do something for a step that follows."""
         try:
-            self._prefetch(following, job)
-        except OUT_OF_MEMORY as error:  # they come up in their turn, when there is more room
+            act()
+        except OUT_OF_MEMORY as error:  # it is done in its turn, when there is more room
             self._attempts.note(following, error)
         except BaseException as error:
             following.cancel(error)
+
+    def _bring_more(self, step: StepState) -> None:
+        """Upload what the optimizer's thread has given back meanwhile of visits that have begun."""
+        for opened in self._open.values():
+            if opened.visit.is_whole:
+                continue
+            if opened.step is step:
+                self._arrivals.bring(opened)
+            else:
+                self._do_ahead(opened.step, partial(self._arrivals.bring, opened))
 
     # One task
 
@@ -278,7 +286,7 @@ class Worker:
         """Those that are begun."""
         return (opened.visit for opened in self._open.values())
 
-    def _run(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
+    def _run(self, step: StepState, opened: OpenVisit, microbatch: int) -> None:
         self.meter.at(opened.job, microbatch)
         self.meter.until("overhead")
         if opened.stage is None:
@@ -289,7 +297,7 @@ class Worker:
         self._runner.run(step, opened.job, opened.stage, opened.visit, microbatch)
         self.pace.end_run()
 
-    def _run_again(self, step: StepState, opened: _OpenVisit, microbatch: int) -> None:
+    def _run_again(self, step: StepState, opened: OpenVisit, microbatch: int) -> None:
         """Run a stage from its first microbatch to this one, with gradients of weights from zero."""
         if opened.stage is not None:
             opened.stage.shared.end()
@@ -300,8 +308,8 @@ class Worker:
     def _goes_first(self, step: StepState, task: Task, prefetch: Task) -> bool:
         """Whether a task of an open visit goes before the next one's weights come up.
 
-        It does while the optimizer's thread has these. So does a run that a device beside its worker can begin with,
-        until the device has enough to do: its values would wait on the link until the weights are there.
+        It does while the optimizer's thread has the first of these. So does a run that a device beside its worker can
+        begin with, until the device has enough to do: its values would wait on the link until the weights are there.
         """
         opened, schedule = self._open.get(task.job_index), step.spec.schedule
         if opened is None or task.kind is TaskKind.PREFETCH:
@@ -311,27 +319,16 @@ class Worker:
                 return False  # it waits for another worker
             if self.pace.has_lanes and (opened.stage is None or not self.pace.is_filled):
                 return True
-        return not self._may_upload(step, schedule.job(prefetch.job_index))
-
-    def _may_upload(self, step: StepState, job: Job) -> bool:
-        """Whether the optimizer's thread has given a job's weights back."""
-        parameters = (tensor for index in job.layers for tensor in step.spec.weights[index].parameters())
-        return self._gates.weights.is_open(parameters, step.closings[0])
+        return not self._arrivals.may_begin(step, schedule.job(prefetch.job_index))
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         busy = {id(layer.replica) for opened in self._open.values() for layer in opened.visit.layers}
         layers = [self._bound(step, index, busy) for index in job.layers]
-        gate, closings = self._gates.weights, step.closings[0]
-        for layer in () if gate.is_all_open else layers:
-            if not gate.is_open(parameters := layer.weights.parameters(), closings):
-                self.meter.until("overhead")
-                gate.wait(parameters, self.name, closings)
-                self.meter.until("optimizer")
-        visit, side = self.arena.begin(layers, step.spec.schedule.first_job)
-        self.meter.at(job, None)
-        self.meter.moved(Lane.WEIGHTS, "weights of", visit.uploaded_bytes, visit.began, visit.arrived)
-        self._open[job.index] = _OpenVisit(job, visit, side)
-        step.begin_upload(job.index, visit.uploaded)
+        may_take = self._arrivals.has_all(step, job)
+        visit, side = self.arena.begin(layers, step.spec.schedule.first_job, may_take=may_take)
+        opened = OpenVisit(step, job, visit, side)
+        self._arrivals.bring(opened)
+        self._open[job.index] = opened
 
     def _bound(self, step: StepState, index: int, busy: Container[int]) -> BoundLayer:
         """A layer with a replica that is not ``busy``, by identity: that no open visit uses."""
@@ -345,7 +342,7 @@ class Worker:
             known[1].append(replica := Replica(layer, self.backend.device))
         return BoundLayer(weights, replica, step.spec.stays[index])
 
-    def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
+    def _enter(self, step: StepState, opened: OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
         if (peaks := step.spec.peaks) is not None:
             peaks.begin(job.index - step.spec.schedule.first_job, has_rest=self.pace.has_rest)
@@ -353,15 +350,15 @@ class Worker:
         if job.phase is not Phase.FORWARD and (there := visit.twins()):
             # those of the round before are taken first, or they would be there beside this one's
             self._gates.gradients.wait(there, self.name, step.closings[1])
-        visit.arrive()
-        self.meter.until("weights", visit.arrived)
+        if visit.is_whole:
+            self._arrivals.arrive(opened, len(job.layers) - 1)
         shared = SharedValues(self.backend, step.spec.not_split, step.spec.flow_of(job).read_again)
-        layers = StageLayers(step, job, visit)
+        layers = StageLayers(step, job, visit, partial(self._arrivals.arrive, opened))
         return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn, shared)
 
     # Gradients of weights
 
-    def _release(self, step: StepState, task: Task, opened: _OpenVisit) -> None:
+    def _release(self, step: StepState, task: Task, opened: OpenVisit) -> None:
         job, keeps_buffers = opened.job, opened.job.phase is not Phase.BACKWARD
         step.kept.end(job)
         if step.spec.peaks is not None:
@@ -374,11 +371,12 @@ class Worker:
         pending, events, alive = self._attempts.do(step, task, release)
         if opened.stage is not None and (shared := opened.stage.shared.end()):
             self._in_flight.add(events[0], shared)
+        if not opened.visit.is_whole:  # nobody reads the rest
+            step.begin_upload(job.index, events[0])
         del self._open[job.index]  # before, an error drops it
         self.arena.end(opened.side, events)
         if pending.moments is not None:
-            self.meter.at(job, None)
-            self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments)
+            self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments, job)
         if alive:
             self._leaving.add(events[-1], alive)
         if self._home.is_bringing:

@@ -20,7 +20,7 @@ import torch
 
 from roundpipe.core.watched import unnoticed
 from roundpipe.runtime.device.backend import Event
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.parameter_pair import (
@@ -107,30 +107,48 @@ class HandOver:
         to_take = deque(sorted(groups, key=lambda group: group.turns[2]))
         if swaps:  # of an asynchronous step
             self._log.begun("begin")
-        while to_write or to_take:
-            if (ready := next((group for group in to_write if group.is_uploaded()), None)) is not None:
-                to_write.remove(ready)
-                group = ready.pairs
-                if ranks is not None and ranks.moves_weights:
-                    ranks.released(group)
-                    continue
-                if weights_changed:
-                    self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group, swaps)
-                for pair in () if swaps else group:
-                    pair.go_home()
-                self._gates.weights.open(pair.parameter for pair in group)
-            elif to_take and to_take[0].is_added():
-                group = to_take.popleft().pairs
-                if not any(step.failed for step in steps):
-                    with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
-                        with contextlib.nullcontext() if group[0].twin is None else unnoticed():
-                            take_gradients(group)
-                    if ranks is not None:
-                        ranks.complete(group)
-                self._gates.gradients.open(pair.parameter for pair in group)
-            else:
-                with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
-                    self._wait(to_write, to_take[0] if to_take else None)
+        try:
+            while to_write or to_take:
+                ready = next((group for group in to_write if group.is_uploaded()), None)
+                self._gates.writes(ready is not None and weights_changed and not ready.is_there)
+                if ready is not None:
+                    to_write.remove(ready)
+                    self._release(ready.pairs, weights_changed, only_behind, swaps, ranks)
+                elif to_take and to_take[0].is_added():
+                    self._take(to_take.popleft().pairs, steps, ranks)
+                else:
+                    with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
+                        self._wait(to_write, to_take[0] if to_take else None)
+        finally:
+            self._gates.writes(False)
+
+    def _release(
+        self,
+        group: Sequence[ParameterPair],
+        weights_changed: bool,
+        only_behind: bool,
+        swaps: bool,
+        ranks: Exchange | None,
+    ) -> None:
+        """Write new weights that nothing reads any more, and let the next steps have them."""
+        if ranks is not None and ranks.moves_weights:
+            ranks.released(group)
+            return
+        if weights_changed:
+            self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group, swaps)
+        for pair in () if swaps else group:
+            pair.go_home()
+        self._gates.weights.open(pair.parameter for pair in group)
+
+    def _take(self, group: Sequence[ParameterPair], steps: Sequence[ParameterUse], ranks: Exchange | None) -> None:
+        """Take gradients that are whole, unless a step failed."""
+        if not any(step.failed for step in steps):
+            with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
+                with contextlib.nullcontext() if group[0].twin is None else unnoticed():
+                    take_gradients(group)
+            if ranks is not None:
+                ranks.complete(group)
+        self._gates.gradients.open(pair.parameter for pair in group)
 
     def _wait(self, to_write: Sequence[_Group], to_take: _Group | None) -> None:
         """Until gradients can be taken or, once all uploads of some of these have begun, weights can be written."""

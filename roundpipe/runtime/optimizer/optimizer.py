@@ -37,7 +37,7 @@ from roundpipe.runtime.optimizer.update import StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_steps import UpdateSteps
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.optimizer.update_times import UpdateTimes
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S

@@ -23,7 +23,7 @@ from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.optimizer.pieces import PiecewiseUpdates
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.fingerprint import Fingerprint

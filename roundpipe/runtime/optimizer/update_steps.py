@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe.runtime.optimizer.hand_over import HandOver
 from roundpipe.runtime.optimizer.unasked import UnaskedSteps
 from roundpipe.runtime.optimizer.update import NOT_MADE, Update
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.weights.gate import ParameterUse
 from roundpipe.runtime.weights.parameter_pair import ParameterPair

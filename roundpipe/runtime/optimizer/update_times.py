@@ -14,7 +14,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from roundpipe.planning.machine import ChainSeconds
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.gate import Steps
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -86,6 +86,8 @@ class Meter:
         self._visited: Job | None = None
         """Whose computation was the latest in this step."""
         self._before: Moment | None = None
+        self._computing: _Timed | None = None
+        """The computation that is under way."""
         self._marks: list[tuple[str, Moment]] = []
         self._unread: deque[_Measured] = deque()
         self._lock = threading.Lock()
@@ -146,13 +148,25 @@ class Meter:
         self.until("no_work", began)
         self.until("activations", ended)
 
-    def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment) -> None:
-        """Note the copies on a lane between two of its moments."""
+    def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment, job: Job) -> None:
+        """Note the copies for a job on a lane between two of its moments."""
         if not num_bytes:
             return
         if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies
             self._unread.append(_Measured(lane, began, ended, num_bytes))
+        at, self._at = self._at, (job, None)
         self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes)
+        self._at = at
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Around waits within a computation, if one is under way: what comes behind them counts as the next one."""
+        computing = self._computing
+        if computing is not None:
+            computing.end()
+        yield
+        if computing is not None:
+            computing.begin()
 
     def _record(self, lane: Lane, name: str, began: Moment, ended: Moment, **args: Any) -> None:
         """Show work in the timeline, if one is recorded; ``{}`` in the name stands for the job it is part of."""
@@ -278,6 +292,12 @@ class _Timed:
         """When copies ahead began and ended, if that is measured."""
 
     def __enter__(self) -> _Timed:
+        if self._lane is Lane.COMPUTE:
+            self._meter._computing = self
+        self.begin()
+        return self
+
+    def begin(self) -> None:
         meter, lane = self._meter, self._lane
         if meter._is_on:
             self._began = meter.backend.moment(lane)
@@ -285,9 +305,13 @@ class _Timed:
             if lane is Lane.UPLOAD and self._ahead is None:
                 meter.until("overhead")  # until then the thread had not asked
                 meter.until("no_work", self._began)
-        return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._lane is Lane.COMPUTE:
+            self._meter._computing = None
+        self.end()
+
+    def end(self) -> None:
         # given up here, not with the frame: torch's CUDA sanitizer can't have an event destroyed while an exception
         # passes, and takes the process with it
         began, self._began = self._began, None
@@ -357,36 +381,3 @@ class Recorder:
     def _time_s(self, device: str, moment: Moment) -> float:
         anchor, host_s = self._anchors[device]
         return host_s - self._start_s + moment.seconds_since(anchor)
-
-
-class HostLog:
-    """A host thread's seconds by lane, and its spans, shown under ``device``, while a timeline is recorded."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.recorder: Recorder | None = None
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.last_s = 0.0
-        """When the latest work was done, by ``time.perf_counter``."""
-        self._asked_s = 0.0
-
-    def asked(self) -> None:
-        """Work is asked for, which begins once the present work is done."""
-        self._asked_s = time.perf_counter()
-
-    def begun(self, lane: str) -> None:
-        """What was asked for begins: note what has passed in which it could have."""
-        self.seconds[lane] += time.perf_counter() - max(self._asked_s, self.last_s)
-
-    @contextmanager
-    def doing(self, lane: str, name: str, **args: Any) -> Iterator[None]:
-        """Time what is done inside."""
-        recorder, start_s = self.recorder, time.perf_counter()
-        try:
-            yield
-        finally:
-            end_s = time.perf_counter()
-            self.seconds[lane] += end_s - start_s
-            self.last_s = end_s
-            if recorder is not None:
-                recorder.add_host(self.device, lane, name, start_s, end_s, args)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from roundpipe.core.errors import RankError
-from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks import buckets
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.ranks.turns import Action, Ranks, RankState, Turn

@@ -79,6 +79,9 @@ class Gates:
         """Closed until the new weights are in the model."""
         self.gradients = Gate(deadline_s, self.board)
         """Closed until the update has taken the gradients."""
+        self.is_writing = False
+        """Whether the optimizer's thread writes weights, and steps may wait for them: other work on the host, which
+        takes from the same memory bandwidth, waits. Changed with the board's lock held."""
         self.came: Callable[[Iterable[torch.Tensor]], None] = lambda parameters: None
         """Told of parameters to whose gradients a step has added, before `ParameterUse.has_added` says so."""
 
@@ -89,6 +92,18 @@ class Gates:
     def open(self, parameters: Sequence[torch.Tensor]) -> None:
         self.weights.open(parameters)
         self.gradients.open(parameters)
+
+    def writes(self, is_writing: bool) -> None:
+        """Weights are written from now on, or not for the time being."""
+        if is_writing != self.is_writing:
+            with self.board.lock:
+                self.is_writing = is_writing
+                self.board.notify()
+
+    def wait_written(self, waiter: str) -> None:
+        """Return when no weights are being written."""
+        if self.is_writing:
+            self.board.wait(lambda: not self.is_writing, waiter, "weights that are written first")
 
 
 class ParameterUse(Protocol):

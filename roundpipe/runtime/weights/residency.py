@@ -7,101 +7,49 @@ device between visits (`Residents`) has memory of its own.
 A visit goes through these calls:
 
     call              does                              order on the device
-    `Arena.begin`     uploads the weights               after the last reader of the same memory
+    `Arena.begin`     finds room for the weights        WEIGHTS after the last reader of the same memory
+    `Visit.bring`     uploads those of some layers
     `Visit.arrive`    nothing more than order           COMPUTE after the upload
     `Visit.bind`      binds a replica's tensors
     `Visit.release`   downloads gradients, unbinds      GRADIENTS after COMPUTE and DOWNLOAD
     `Arena.end`       notes the events of the readers
-    `Download.settle` adds the gradients to the host parameters' ``.grad``
+    `Download.settle` adds the gradients to the host parameters' ``.grad`` (`download.py`)
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from roundpipe.core.storages import is_plain
-from roundpipe.core.together import Together, scale_all
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
-from roundpipe.runtime.device.host_memory import convert
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.known_views import KnownViews
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
-from roundpipe.runtime.weights.slots import ALIGNMENT, Attribute, aligned
+from roundpipe.runtime.weights.slots import ALIGNMENT, aligned
 from roundpipe.runtime.weights.twins import Twins
 
 
-@dataclass(slots=True)
-class Download:
-    """Gradients and buffers of a visit on their way to the host."""
+class _Batch(NamedTuple):
+    """Layers of a visit that were brought at once, behind those before them."""
 
-    event: Event | None = None
-    moments: tuple[Moment, Moment] | None = None
-    """When the copies began, and when they were done."""
-    num_bytes: int = 0
-    gradients: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Host parameter, who has its gradient, which is the twin if it has one, and what to add to that."""
-    on_device: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-    """For what is done to twins."""
-    buffers: list[tuple[list[Attribute], torch.Tensor | None]] = field(default_factory=list)
-    """Attributes of the original tree, downloaded value."""
-    dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
-    """Host parameter, what a forward converted it to, as some that route to experts do."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.gradients or self.buffers or self.dtypes)
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def settle(self, scale: float = 1.0) -> None:
-        """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
-        self.wait()
-        with self.on_device, torch.no_grad(), Together() as together:
-            for parameter, dtype in self.dtypes:
-                convert(parameter, dtype)
-            if scale != 1:
-                scale_all((gradient for _, _, gradient in self.gradients), scale)
-            for _, holder, gradient in self.gradients:
-                _add_gradient(holder, gradient, together)
-            for attributes, value in self.buffers:
-                for attribute in attributes:
-                    write_buffer(attribute, value)
-
-
-def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor, together: Together) -> None:
-    if parameter.dtype != gradient.dtype:  # the forward's visit may still be on its way here
-        together.finish()
-        convert(parameter, gradient.dtype)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif gradient.device.type == "cpu" and is_plain(gradient) and is_plain(parameter.grad):
-        together.add(parameter.grad, gradient)  # of tied weights to the same tensor again, one behind the other
-    elif gradient.layout is torch.strided and parameter.grad.layout is torch.strided:
-        parameter.grad.add_(gradient)
-    else:
-        parameter.grad = parameter.grad + gradient
-
-
-def write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
-    """Give a buffer of the user's model another value, in place if that is possible and needed."""
-    old = attribute.get()
-    if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
-        attribute.set(value)
-    elif not (is_plain(old) and torch.equal(old, value)):  # a write would end the backward of another forward
-        old.copy_(value)
+    stop: int
+    """The first layer behind them."""
+    uploaded: Event
+    arrived: Moment
+    copies: list[torch.Tensor]
 
 
 class Visit:
-    """The weights of one stage on one device, from upload to release; made by `Arena.begin`."""
+    """The weights of one stage on one device, from upload to release; made by `Arena.begin`.
+
+    Layers are brought one after the other, as many at once as may be read on the host.
+    """
 
     def __init__(
         self,
@@ -115,61 +63,107 @@ class Visit:
         known: KnownViews | None = None,
     ) -> None:
         self._backend = backend
+        self._region = region
         self.memory = [region]
         """All that its weights lie in."""
         self.num_bytes = region.numel()
         self.layers = layers
         self._residents = residents
+        self._step = step
+        self._with_samples = with_samples
+        self._known = known
         self.streamed = list(there)
         """Per layer, what lies in the region."""
         self.parts: list[ResidentPart] = []
         """All that it reads."""
         self._tensors: list[dict[int, torch.Tensor | None]] = []
-        """Per layer, by slot."""
-        self._copies: list[torch.Tensor] = []
-        offset = 0
-        moved_bytes = backend.moved_bytes[Lane.WEIGHTS]
-        self.began = backend.moment(Lane.WEIGHTS)
-        for position, layer in enumerate(layers):
-            weights, stay = layer.weights, layer.stay
-            copies: list[torch.Tensor] = []
-            if not there:
-                part_of = region[offset : offset + stay.streamed_bytes]
-                views = None if known is None else known.at(int(part_of.storage_offset()), weights, stay.streamed)
-                part, copies = ResidentPart.upload(
-                    backend, weights, stay.streamed, part_of, step, with_samples=with_samples, views=views
-                )
-                self.streamed.append(part)
-            part = self.streamed[position]
+        """Per layer that was brought, by slot."""
+        self._offset = 0
+        self._batches: list[_Batch] = []
+        self._num_arrived = 0
+        """Batches that COMPUTE waits for."""
+
+    @property
+    def num_brought(self) -> int:
+        """Layers whose upload has begun."""
+        return len(self._tensors)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers were brought."""
+        return len(self._tensors) == len(self.layers)
+
+    @property
+    def uploaded(self) -> Event:
+        """When all that was brought so far is on the device."""
+        return self._batches[-1].uploaded
+
+    def bring(self, number: int | None = None) -> tuple[int, Moment, Moment]:
+        """Start uploading so many more layers, or all that are left; returns the bytes, and when they begin and end."""
+        backend = self._backend
+        began, moved_bytes = backend.moment(Lane.WEIGHTS), backend.moved_bytes[Lane.WEIGHTS]
+        stop = len(self.layers) if number is None else self.num_brought + number
+        copies: list[torch.Tensor] = []
+        for position in range(self.num_brought, stop):
+            self._bring_one(position, copies)
+        uploaded, arrived = backend.record(Lane.WEIGHTS), backend.moment(Lane.WEIGHTS)
+        self._batches.append(_Batch(stop, uploaded, arrived, copies))
+        return backend.moved_bytes[Lane.WEIGHTS] - moved_bytes, began, arrived
+
+    def _bring_one(self, position: int, copies: list[torch.Tensor]) -> None:
+        layer = self.layers[position]
+        weights, stay = layer.weights, layer.stay
+        if position == len(self.streamed):
+            part_of = self._region[self._offset : self._offset + stay.streamed_bytes]
+            known = self._known
+            views = None if known is None else known.at(int(part_of.storage_offset()), weights, stay.streamed)
+            part, made = ResidentPart.upload(
+                self._backend,
+                weights,
+                stay.streamed,
+                part_of,
+                self._step,
+                with_samples=self._with_samples,
+                views=views,
+            )
+            copies += made
+            self.streamed.append(part)
+        part = self.streamed[position]
+        self.parts.append(part)
+        tensors = dict(zip(stay.streamed, part.tensors, strict=True))
+        for slots in stay.parts:
+            part, made = self._residents.bring(weights, slots, self._step)
+            copies += made
+            self.memory.append(part.memory)
+            is_others = part in self.parts  # a layer's that has the same weights, and its gradients are its own
+            own = [each if each is None else each.detach() for each in part.tensors] if is_others else part.tensors
             self.parts.append(part)
-            tensors = dict(zip(stay.streamed, part.tensors, strict=True))
-            for slots in stay.parts:
-                part, uploaded = residents.bring(weights, slots, step)
-                copies += uploaded
-                self.memory.append(part.memory)
-                is_others = part in self.parts  # a layer's that has the same weights, and its gradients are its own
-                own = [each if each is None else each.detach() for each in part.tensors] if is_others else part.tensors
-                self.parts.append(part)
-                tensors.update(zip(slots.indexes, own, strict=True))
-            if stay.twins:
-                brought, uploaded = residents.twins.bring(weights, stay.twins, step)
-                copies += uploaded
-                tensors.update(zip(stay.twins, brought, strict=True))
-            self._tensors.append(tensors)
-            self._copies += copies
-            offset += stay.streamed_bytes
-        self.uploaded = backend.record(Lane.WEIGHTS)
-        self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
-        self.arrived = backend.moment(Lane.WEIGHTS)
+            tensors.update(zip(slots.indexes, own, strict=True))
+        if stay.twins:
+            brought, made = self._residents.twins.bring(weights, stay.twins, self._step)
+            copies += made
+            tensors.update(zip(stay.twins, brought, strict=True))
+        self._tensors.append(tensors)
+        self._offset += stay.streamed_bytes
 
     def twins(self) -> list[torch.Tensor]:
         """Parameters whose twins it runs on."""
         return [layer.weights.slots[index].tensor for layer in self.layers for index in layer.stay.twins]
 
-    def arrive(self) -> None:
-        self._backend.wait(Lane.COMPUTE, self.uploaded)
-        self._backend.check_ready(self._copies)
-        self._copies.clear()
+    def has_arrived(self, position: int) -> bool:
+        """Whether COMPUTE waits for a layer, or has."""
+        return self._num_arrived > 0 and self._batches[self._num_arrived - 1].stop > position
+
+    def arrive(self, position: int) -> Moment | None:
+        """Let COMPUTE wait for the layers up to one that was brought; returns when they are there, None: it has."""
+        since = self._num_arrived
+        while not self.has_arrived(position):
+            batch = self._batches[self._num_arrived]
+            self._backend.wait(Lane.COMPUTE, batch.uploaded)
+            self._backend.check_ready(batch.copies)
+            batch.copies.clear()
+            self._num_arrived += 1
+        return self._batches[self._num_arrived - 1].arrived if self._num_arrived > since else None
 
     def bind(self, position: int, with_gradients: bool, frozen: FrozenLayers | None = None) -> None:
         """Bind one layer's weights, behind `arrive`, to its modules as they were when ``frozen``; None: as they are."""
@@ -239,7 +233,7 @@ class Visit:
         self.parts.clear()
         self.streamed = []
         self._tensors.clear()
-        self._copies.clear()
+        self._batches.clear()
         with contextlib.ExitStack() as rest:
             for layer in self.layers:
                 rest.callback(layer.unbind)
@@ -343,10 +337,15 @@ class Arena:
         self._there = [None, None]
         self._known.clear()
 
-    def begin(self, layers: list[BoundLayer], step: int = 0) -> tuple[Visit, int]:
-        """Start uploading a visit's weights in a step; returns it and the side of the arena it lies at."""
+    def begin(self, layers: list[BoundLayer], step: int = 0, *, may_take: bool = True) -> tuple[Visit, int]:
+        """A visit in a step, of which nothing was brought yet, and the side of the arena that it lies at.
+
+        ``may_take``: whether it may take what an earlier one has brought, because all is on the host that it would be
+        compared with.
+        """
         assert self._buffer is not None
-        if (side := self._side_with(layers, step)) is not None and (content := self._there[side]) is not None:
+        side = self._side_with(layers, step) if may_take else None
+        if side is not None and (content := self._there[side]) is not None:
             self._latest = side
             return Visit(self._backend, content.region, layers, self.residents, step, content.parts), side
         num_bytes = sum(layer.stay.streamed_bytes for layer in layers)

@@ -1,0 +1,79 @@
+"""Gradients and buffers of a visit on their way to the host, and into the model there."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.core.storages import is_plain
+from roundpipe.core.together import Together, scale_all
+from roundpipe.runtime.device.backend import Event, Moment
+from roundpipe.runtime.device.host_memory import convert
+from roundpipe.runtime.weights.slots import Attribute
+
+
+@dataclass(slots=True)
+class Download:
+    """Gradients and buffers of a visit on their way to the host."""
+
+    event: Event | None = None
+    moments: tuple[Moment, Moment] | None = None
+    """When the copies began, and when they were done."""
+    num_bytes: int = 0
+    gradients: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Host parameter, who has its gradient, which is the twin if it has one, and what to add to that."""
+    on_device: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """For what is done to twins."""
+    buffers: list[tuple[list[Attribute], torch.Tensor | None]] = field(default_factory=list)
+    """Attributes of the original tree, downloaded value."""
+    dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
+    """Host parameter, what a forward converted it to, as some that route to experts do."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.gradients or self.buffers or self.dtypes)
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def settle(self, scale: float = 1.0) -> None:
+        """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
+        self.wait()
+        with self.on_device, torch.no_grad(), Together() as together:
+            for parameter, dtype in self.dtypes:
+                convert(parameter, dtype)
+            if scale != 1:
+                scale_all((gradient for _, _, gradient in self.gradients), scale)
+            for _, holder, gradient in self.gradients:
+                _add_gradient(holder, gradient, together)
+            for attributes, value in self.buffers:
+                for attribute in attributes:
+                    write_buffer(attribute, value)
+
+
+def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor, together: Together) -> None:
+    if parameter.dtype != gradient.dtype:  # the forward's visit may still be on its way here
+        together.finish()
+        convert(parameter, gradient.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif gradient.device.type == "cpu" and is_plain(gradient) and is_plain(parameter.grad):
+        together.add(parameter.grad, gradient)  # of tied weights to the same tensor again, one behind the other
+    elif gradient.layout is torch.strided and parameter.grad.layout is torch.strided:
+        parameter.grad.add_(gradient)
+    else:
+        parameter.grad = parameter.grad + gradient
+
+
+def write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
+    """Give a buffer of the user's model another value, in place if that is possible and needed."""
+    old = attribute.get()
+    if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
+        attribute.set(value)
+    elif not (is_plain(old) and torch.equal(old, value)):  # a write would end the backward of another forward
+        old.copy_(value)
