@@ -47,7 +47,10 @@ of a job if there are replicas, and of a move that may be made."""
 _NUM_STARTS = 12
 """Starts of the fused tail that are packed for."""
 _NUM_TARGETS = 24
-"""Target times tried for each start of the fused tail."""
+"""Target times tried for each start of the fused tail, and starts for which few stages are."""
+_FEW_PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Parts of the budget that stages' weights may take where stages are few."""
+_PHASES: tuple[StagePhase, StagePhase] = ("F", "B")
 _NUM_LEADERS = 6
 """Plans of different shape that climbs start from and kicks choose among."""
 _MAX_KICK = 3
@@ -65,8 +68,8 @@ _MAX_REPLICAS = 4
 class Search:
     """One search; what a planner is asked for is checked here.
 
-    With ``replicate``, stages may take several slots. With ``keep_slower``, plans of short chains are kept that are
-    slower than the best; transfers, which are left out here, may make up for it.
+    With ``replicate``, stages may take several slots. With ``keep_slower``, plans are kept, too, that are
+    slower than the best; transfers and whatever else is left out here may make up for it.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Search:
         num_ops = min(_SEARCH_OPS, _OPS_PER_LAYER_CUBED * self.num_layers**3)
         self.effort = Effort(num_ops * (_REPLICAS_EFFORT if replicate else 1))
         self.packing = Packing(self.costs, memory_budget_bytes, self.effort)
-        self._short_within = inf if keep_slower else _AS_FAST
+        self._keeps_slower = keep_slower
         self._most_replicas = min(_MAX_REPLICAS, num_workers, num_microbatches) if replicate else 1
         self.fused_counts = range(1, self._most_replicas + 1)
         self._refuted: dict[Candidate, float] = {}
@@ -117,9 +120,12 @@ class Search:
         if self.num_layers <= _EXHAUSTIVE_LAYERS and not self.replicate:
             self._evaluate_all()
         else:
-            self._pack_all()
+            least_start = self._least_start()
+            self._pack_all(least_start)
             if not self.values:
                 self._evaluate_smallest()
+            if self._keeps_slower:
+                self._evaluate_few(least_start)
             self._kick(sorted({self._climb(leader) for leader in self._leaders()}, key=self.rank))
         return sorted(self.values, key=self.rank)
 
@@ -221,8 +227,9 @@ class Search:
             for forward, backward in product(edges, edges):
                 candidate = Candidate(Cuts.single(forward), Cuts.single(backward))
                 bounded.append((self.lower_bound_s(candidate, self.stages(candidate)), candidate))
+        within = inf if self._keeps_slower else _AS_FAST
         for _, candidate in sorted(bounded, key=lambda entry: entry[0]):
-            self.evaluate(candidate, self.best_s * self._short_within if self.best_s else inf)
+            self.evaluate(candidate, self.best_s * within if self.best_s else inf)
 
     def _evaluate_smallest(self) -> None:
         """Evaluates the plans with the least memory: one layer per stage, and those one move from it."""
@@ -231,10 +238,18 @@ class Search:
         for move in candidate.moves(self.num_layers, self._most_replicas):
             self.evaluate(candidate.after(move))
 
-    def _pack_all(self) -> None:
+    def _evaluate_few(self, least_start: int) -> None:
+        """Evaluates plans of as few stages as memory allows, for starts of the fused tail all over the chain."""
+        budget_bytes, starts = self.budget_bytes, range(least_start, self.num_layers)
+        caps_bytes = [None] if budget_bytes is None else [budget_bytes // part for part in _FEW_PARTS]
+        for start, cap_bytes in product(starts[:: -(-len(starts) // _NUM_TARGETS)], caps_bytes):
+            forward, backward = (self.packing.fill(phase, start, inf, cap_bytes) for phase in _PHASES)
+            if forward is not None and backward is not None and self.effort.ops_left > 0:
+                self.evaluate(Candidate(Cuts.single(forward), Cuts.single(backward)))
+
+    def _pack_all(self, least_start: int) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
         share = int(self.effort.ops_left * _PACKING_SHARE / _NUM_STARTS)
-        least_start = self._least_start()
         starts = [(start, bound_s) for start, bound_s in self.fused_starts() if start >= least_start]
         self.floor_s = starts[0][1] if starts else 0.0
         for start, bound_s in starts[:_NUM_STARTS]:

@@ -367,11 +367,11 @@ class Worker:
             position = job.index - step.spec.schedule.first_job
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
-        release = partial(opened.visit.release, keeps_buffers, added)
+        was_whole, release = opened.visit.is_whole, partial(opened.visit.release, keeps_buffers, added)
         pending, events, alive = self._attempts.do(step, task, release)
         if opened.stage is not None and (shared := opened.stage.shared.end()):
             self._in_flight.add(events[0], shared)
-        if not opened.visit.is_whole:  # nobody reads the rest
+        if not was_whole:  # nobody reads the rest
             step.begin_upload(job.index, events[0])
         del self._open[job.index]  # before, an error drops it
         self.arena.end(opened.side, events)
