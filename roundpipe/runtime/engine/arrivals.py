@@ -50,34 +50,33 @@ class Arrivals:
         parameters = (tensor for index in job.layers for tensor in step.spec.weights[index].parameters())
         return self._gate.is_open(parameters, step.closings[0])
 
-    def bring(self, opened: OpenVisit) -> None:
+    def bring(self, step: StepState, job: Job, visit: Visit) -> None:
         """Upload what the optimizer's thread has given back of the layers that come next."""
-        visit, gate, closings = opened.visit, self._gate, opened.step.closings[0]
+        gate, closings = self._gate, step.closings[0]
         rest = visit.layers[visit.num_brought :]
         ready = len(rest)
         if not gate.is_all_open:
             ready = sum(1 for _ in takewhile(lambda layer: gate.is_open(layer.weights.parameters(), closings), rest))
         if not ready:
             return
-        self._meter.moved(Lane.WEIGHTS, "weights of", *visit.bring(ready), opened.job)
+        self._meter.moved(Lane.WEIGHTS, "weights of", *visit.bring(ready), job)
         if visit.is_whole:
-            opened.step.begin_upload(opened.job.index, visit.uploaded)
+            step.begin_upload(job.index, visit.uploaded)
 
-    def arrive(self, opened: OpenVisit, position: int, *, waits: bool = True) -> bool:
+    def arrive(self, step: StepState, job: Job, visit: Visit, position: int, *, waits: bool = True) -> bool:
         """Let COMPUTE wait for a layer's weights; whether they come, which without ``waits`` they may not do yet."""
-        visit, closings = opened.visit, opened.step.closings[0]
         if visit.has_arrived(position):
             return True
         with torch.no_grad(), self._meter.backend.uncounted(), self._meter.interrupted():
             while visit.num_brought <= position:
                 parameters = visit.layers[visit.num_brought].weights.parameters()
-                if not self._gate.is_open(parameters, closings):
+                if not self._gate.is_open(parameters, step.closings[0]):
                     if not waits:
                         return False
                     self._meter.until("overhead")
-                    self._gate.wait(parameters, self._name, closings)
+                    self._gate.wait(parameters, self._name, step.closings[0])
                     self._meter.until("optimizer")
-                self.bring(opened)
+                self.bring(step, job, visit)
             if (arrived := visit.arrive(position)) is not None:
                 self._meter.until("weights", arrived)
         return True

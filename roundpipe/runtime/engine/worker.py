@@ -261,10 +261,11 @@ class Worker:
         for opened in self._open.values():
             if opened.visit.is_whole:
                 continue
+            bring = partial(self._arrivals.bring, opened.step, opened.job, opened.visit)
             if opened.step is step:
-                self._arrivals.bring(opened)
+                bring()
             else:
-                self._do_ahead(opened.step, partial(self._arrivals.bring, opened))
+                self._do_ahead(opened.step, bring)
 
     # One task
 
@@ -326,9 +327,8 @@ class Worker:
         layers = [self._bound(step, index, busy) for index in job.layers]
         may_take = self._arrivals.has_all(step, job)
         visit, side = self.arena.begin(layers, step.spec.schedule.first_job, may_take=may_take)
-        opened = OpenVisit(step, job, visit, side)
-        self._arrivals.bring(opened)
-        self._open[job.index] = opened
+        self._arrivals.bring(step, job, visit)
+        self._open[job.index] = OpenVisit(step, job, visit, side)
 
     def _bound(self, step: StepState, index: int, busy: Container[int]) -> BoundLayer:
         """A layer with a replica that is not ``busy``, by identity: that no open visit uses."""
@@ -350,10 +350,11 @@ class Worker:
         if job.phase is not Phase.FORWARD and (there := visit.twins()):
             # those of the round before are taken first, or they would be there beside this one's
             self._gates.gradients.wait(there, self.name, step.closings[1])
+        arrive = partial(self._arrivals.arrive, step, job, visit)
         if visit.is_whole:
-            self._arrivals.arrive(opened, len(job.layers) - 1)
+            arrive(len(job.layers) - 1)
         shared = SharedValues(self.backend, step.spec.not_split, step.spec.flow_of(job).read_again)
-        layers = StageLayers(step, job, visit, partial(self._arrivals.arrive, opened))
+        layers = StageLayers(step, job, visit, arrive)
         return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn, shared)
 
     # Gradients of weights
