@@ -98,6 +98,7 @@ def read(timeline: Timeline, num_workers: int, predicted_s: float | None) -> Run
     starts, ends = zip(*rounds, strict=True)
     num_steps, total_s = len(rounds) - 1, starts[-1] - starts[0]
     exposed_s = sum(max(start - end, 0.0) for start, end in zip(starts[1:], ends, strict=False))
+    exposed_s += sum(_idle_within(timeline, start, end) for start, end in rounds[:-1])
     waits_s = 0.0
     optimizer_s: defaultdict[str, float] = defaultdict(float)
     for span in timeline.spans:
@@ -114,6 +115,20 @@ def read(timeline: Timeline, num_workers: int, predicted_s: float | None) -> Run
         hand_over_s=optimizer_s["hand-over"],
         predicted_s=predicted_s,
     )
+
+
+def _idle_within(timeline: Timeline, start_s: float, end_s: float) -> float:
+    """Seconds of a round in which no device computes and one waits for the optimizer, or for weights behind it."""
+    waits = [span for span in timeline.spans if span.args.get("cause") in ("optimizer", "weights")]
+    computed = sorted((span.start_s, span.end_s) for span in timeline.spans if span.lane == "compute")
+    idle_s, since_s = 0.0, start_s
+    for begin_s, stop_s in (*((a, b) for a, b in computed if b > start_s and a < end_s), (end_s, end_s)):
+        pieces = [(max(wait.start_s, since_s), min(wait.end_s, begin_s)) for wait in waits]
+        for first_s, last_s in sorted(piece for piece in pieces if piece[0] < piece[1]):
+            idle_s += max(last_s - max(first_s, since_s), 0.0)
+            since_s = max(since_s, last_s)
+        since_s = max(since_s, stop_s)
+    return idle_s
 
 
 def rounds_of(timeline: Timeline) -> list[tuple[float, float]]:

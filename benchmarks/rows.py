@@ -212,18 +212,19 @@ def _line(row: Row, way: str, one: dict[str, Any], rows: dict[str, Any]) -> list
 
     cells = [row.name, way, f"{speed:,.0f}", ratio(ways.get("plain", {})), ratio(ways.get("checkpointed", {}))]
     cells += [ratio(single), f"{one['seconds']:.3f}", _samples(one)]
-    if way in PLAIN_WAYS:
+    if way.split(",")[0] in PLAIN_WAYS:
         blank = [""] * (COLUMNS.index("peak GB") - len(cells))
         return [*cells, *blank, f"{one['peak_bytes'] / 1e9:.1f}"]
-    predicted_s = one["predicted_s"]
+    predicted_s, stages = one.get("predicted_s"), one.get("stages", ())
     cells.append("" if predicted_s is None else f"{predicted_s / one['seconds'] - 1:+.1%}")
     cells.append("" if ahead is None else f"{ahead:,.0f}")
-    cells += [f"{one['exposed']:.1%}", f"{one['waits_for_optimizer']:.1%}", one["limit"] or "-"]
-    stages = one["stages"]
+    cells += [f"{one[name]:.1%}" if name in one else "" for name in ("exposed", "waits_for_optimizer")]
+    cells.append(one.get("limit") or "-")
     replicas = ", ".join(stage for stage in stages if " x" in stage)
     cells.append(f"{len(stages)}" + (f" ({replicas})" if replicas else ""))
-    cells += [f"{one[name] / 1e9:.1f}" for name in ("resident_bytes",)]
-    cells += [f"{one['moved_bytes']['weights'] / 1e9:.1f}", f"{one['peak_bytes'] / 1e9:.1f}"]
+    moved_bytes = one.get("moved_bytes", {}).get("weights")
+    sizes = (one.get("resident_bytes"), moved_bytes, one["peak_bytes"])
+    cells += ["" if num_bytes is None else f"{num_bytes / 1e9:.1f}" for num_bytes in sizes]
     return [*cells, f"{one['first_step_s']:.1f}"]
 
 

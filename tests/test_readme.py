@@ -126,6 +126,12 @@ def test_rows_of_decoders_are_those_that_were_measured() -> None:
         ("rows_h200", "qwen3-8b-lora-24-4x1x4096", "auto"),
         ("rows_h200", "2.0b-all-16x4x2048-x2", "auto"),
         ("rows_h200", "1.5b-24-16x4x2048-x2", "auto"),
+        ("rows_h100", "2.0b-all-8x4x2048", "auto"),
+        ("rows_h100", "2.0b-all-4x1x2048", "auto"),
+        ("rows_h100", "1.5b-24-8x4x2048", "auto"),
+        ("rows_h100", "2.0b-all-16x4x2048-x2", "auto"),
+        ("rows_h100", "1.5b-24-16x4x2048-x2", "auto"),
+        ("rows_h100", "8.0b-all-8x4x2048-x2", "auto"),
     ]
     _, _, rest = (DOCS / "comparison.md").read_text().partition("`residency` as below |")
     rows = [line.split("|")[3:6] for line in rest.partition("\n\n")[0].splitlines()[2:]]
