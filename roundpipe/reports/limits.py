@@ -28,7 +28,8 @@ ADVICE: dict[Limit, str] = {
     "compute": "devices compute nearly all the time: more memory for them means less recomputation",
     "up": "weights come up too slowly: give a step more tokens, or the devices more memory to keep weights",
     "down": "gradients go home too slowly: give a step more tokens",
-    "hand-over": "weights and gradients are converted too slowly: give a step more tokens, or the host more threads",
+    "hand-over": "devices wait while new weights are converted: pin_model='double' has that done beside the round, in "
+    "second host memory; or give a step more tokens, or the host more threads",
     "update": "the optimizer is too slow: fused=True, more threads for the host, or more tokens in a step",
     "averaging": "gradients travel between ranks too slowly: more tokens in a step, or a faster network",
     "caller": "calls come too late: load data beside training, and read losses less often",
@@ -49,11 +50,14 @@ def limit_of(idle: Mapping[WaitCause, float], optimizer_s: Mapping[str, float], 
         wall_s: of the same steps; a late caller has waited for an optimizer that is at work nearly always.
     """
     spent_s = {limit: optimizer_s.get(limit, 0.0) for limit in OF_OPTIMIZER}
-    of_optimizer = max(OF_OPTIMIZER, key=lambda limit: spent_s[limit])
+    is_always_at_work = sum(spent_s.values()) > LARGE_SHARE * wall_s
+    # else the update is over before the next round is, and what it has made is waited for
+    awaited = OF_OPTIMIZER if is_always_at_work else tuple(limit for limit in OF_OPTIMIZER if limit != "update")
+    of_optimizer = max(awaited, key=lambda limit: spent_s[limit])
     shares = dict.fromkeys(LIMITS, 0.0)
     for cause, share in idle.items():
         limit = _OF_CAUSE.get(cause, of_optimizer)
-        if cause == "caller" and sum(spent_s.values()) > LARGE_SHARE * wall_s:
+        if cause == "caller" and is_always_at_work:
             limit = of_optimizer
         shares[limit] += share
     if sum(shares.values()) <= SMALL_SHARE:

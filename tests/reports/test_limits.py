@@ -11,6 +11,7 @@ CASES = {
     "gradients": ({"gradients": 0.3, "weights": 0.1}, BUSY_OPTIMIZER, "down"),
     "slow update": ({"optimizer": 0.3, "weights": 0.1}, BUSY_OPTIMIZER, "update"),
     "slow hand-over": ({"optimizer": 0.3}, {"update": 0.1, "hand-over": 0.2}, "hand-over"),
+    "an update that the round hides": ({"optimizer": 0.16}, {"update": 0.35, "hand-over": 0.29}, "hand-over"),
     "slow ranks": ({"optimizer": 0.3}, {"update": 0.1, "hand-over": 0.1, "averaging": 0.5}, "averaging"),
     "the caller waits in step": ({"caller": 0.5}, BUSY_OPTIMIZER, "update"),
     "the caller reads data": ({"caller": 0.5}, {"update": 0.2, "hand-over": 0.1}, "caller"),
