@@ -37,6 +37,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Generator[None, object, object]:
+    """The same of what a file's tests have imported and keep: later tests ask for collections hundreds of times."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     mark_long_cases(items)
