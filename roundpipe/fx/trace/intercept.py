@@ -167,7 +167,9 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
             cell.cell_contents = noting
 
 
-_OTHERS = frozenset({"roundpipe", "torch", "numpy", "sympy", *sys.stdlib_module_names}) - {"__main__"}
+_OF_TORCH = {"torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
+_WITHOUT_TORCH = {"scipy", "pandas", "pyarrow", "narwhals", "matplotlib", "PIL", "IPython", "_pytest", "hypothesis"}
+_OTHERS = frozenset({"roundpipe", *_OF_TORCH, *_WITHOUT_TORCH, *sys.stdlib_module_names}) - {"__main__"}
 """Packages whose files are no model's."""
 
 
