@@ -70,14 +70,39 @@ def test_a_quarter_of_weights_and_gradients_is_enough(model: Any, num_workers: i
     assert_same_gradients(model, reference, 1e-5)
 
 
+class GatedMLP(torch.nn.Module):
+    """A decoder's feed-forward."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(width, inner, bias=False)
+        self.up_proj = torch.nn.Linear(width, inner, bias=False)
+        self.down_proj = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GatedBlock(torch.nn.Module):
+    """A residual around a feed-forward."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.mlp = GatedMLP(width, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 def test_below_the_largest_module_it_is_named_with_its_bytes() -> None:
     """Blocks are cut to single Linears; of the three of a feed-forward, one has the activation's product with it."""
-    model = decoder(num_layers=2)
-    ids = torch.randint(0, 256, (BATCH, 48))
-    linear_bytes = model.model.layers[0].mlp.up_proj.weight.nbytes
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(GatedBlock(128, 384), GatedBlock(128, 384))
+    linear_bytes = model[0].mlp.up_proj.weight.nbytes
     budget_bytes = linear_bytes * 9 // 5
     with compiled(model, budget_bytes) as pipe, pytest.raises(DeviceMemoryError) as caught:
-        pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=language_loss)
+        pipe.forward_backward(input_args=(torch.randn(BATCH, 48, 128),), loss_fn=squares)
     message = str(caught.value)
     assert "mlp.up_proj) does not fit" in message
     assert f"budget of {budget_bytes:,} bytes" in message

@@ -142,11 +142,14 @@ def test_adapters_agree_with_plain_pytorch(
     assert "check: largest loss difference" in printed and str(tmp_path) in printed
 
 
-def test_a_checkpoint_keeps_its_dtype(lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_its_dtype(
+    lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One in bfloat16 was trained in float32 unless asked otherwise: twice the memory and the transfers."""
     transformers = pytest.importorskip("transformers")
     safetensors = pytest.importorskip("safetensors.torch")
     half, adapters = tmp_path / "half", tmp_path / "adapters"
+    monkeypatch.setattr(lora, "NUM_EVALUATED", 2)
     shutil.copytree(checkpoint, half)
     transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(half)
     assert lora.main([*TINY_ADAPTERS, "--model", str(half), "--data", str(text), "--save", str(adapters)]) == 0

@@ -21,7 +21,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=DTYPE) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=DTYPE) for _ in range(2))
         self.register_buffer("shift", torch.ones(8, dtype=DTYPE))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:

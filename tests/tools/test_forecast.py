@@ -92,7 +92,7 @@ def test_device_memory_is_what_a_run_takes(layers: Layers, num_devices: int) -> 
 
 
 def test_the_verdict_says_bytes_as_tables_do(layers: Layers) -> None:
-    found = layers.on(300_000)
+    found = layers.on(10**9)
     reason = "The device is out of memory. layer 2 does not fit the device budget of 3,221,225,472 bytes: weights 5,000"
     found.reasons[:] = [reason]
     assert verdict(found) == "doesn't fit, because layer 2 does not fit the device budget of 3.00 GiB: weights 5,000"
