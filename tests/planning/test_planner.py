@@ -119,6 +119,21 @@ def test_one_worker_without_a_budget_runs_everything_in_one_visit():
     assert plan(costs, num_workers=1, num_microbatches=4) == ExecutePlan((), (0, 20), ())
 
 
+@pytest.mark.parametrize("gigabytes", [8, 12, 20])
+def test_on_one_worker_the_search_ends_with_the_longest_tail_that_fits(gigabytes):
+    """Nothing else recomputes less, so that kicks could find nothing faster."""
+    costs, budget_bytes = published_chain("llama3.1-8b"), gigabytes * 10**9
+    search = plan_search.Search(
+        costs, num_workers=1, num_microbatches=8, memory_budget_bytes=budget_bytes, keep_slower=True
+    )
+    best = search.run()[0]
+    assert search.effort.ops_left > 0  # the work is counted nowhere else
+    for start in range(best.fused_start):  # with the least memory before it
+        ranges = [(index, index + 1) for index in range(start)]
+        singles = ExecutePlan(ranges, (start, len(costs)), ranges[::-1])
+        assert plan_peak_bytes(singles, costs, num_workers=1) > budget_bytes
+
+
 def test_several_workers_without_a_budget_share_the_work():
     costs = [LayerCost(forward_s=1.0, backward_s=2.0)] * 16
     machine = {"num_workers": 4, "num_microbatches": 5}
