@@ -35,7 +35,7 @@ from roundpipe.runtime.weights.slots import ALIGNMENT, aligned
 from roundpipe.runtime.weights.twins import Twins
 
 
-class _Batch(NamedTuple):
+class _Brought(NamedTuple):
     """Layers of a visit that were brought at once, behind those before them."""
 
     stop: int
@@ -79,7 +79,7 @@ class Visit:
         self._tensors: list[dict[int, torch.Tensor | None]] = []
         """Per layer that was brought, by slot."""
         self._offset = 0
-        self._batches: list[_Batch] = []
+        self._batches: list[_Brought] = []
         self._num_arrived = 0
         """Batches that COMPUTE waits for."""
 
@@ -107,7 +107,7 @@ class Visit:
         for position in range(self.num_brought, stop):
             self._bring_one(position, copies)
         uploaded, arrived = backend.record(Lane.WEIGHTS), backend.moment(Lane.WEIGHTS)
-        self._batches.append(_Batch(stop, uploaded, arrived, copies))
+        self._batches.append(_Brought(stop, uploaded, arrived, copies))
         return backend.moved_bytes[Lane.WEIGHTS] - moved_bytes, began, arrived
 
     def _bring_one(self, position: int, copies: list[torch.Tensor]) -> None:
