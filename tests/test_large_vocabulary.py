@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
-from roundpipe import Device, RoundPipeRunConfig
+from roundpipe import Device, DeviceMemoryError, RoundPipeRunConfig
 from tests.equality import assert_same_gradients, difference
 from tests.wrappers.cases_tails import runs
 
@@ -54,3 +56,22 @@ def test_a_budget_for_a_fraction_of_the_logits_is_enough(runs: Counter[str]) -> 
     torch.autograd.backward(losses)
     assert difference(loss, torch.stack(losses).detach().sum()) <= 1e-5
     assert_same_gradients(model, reference, 1e-4)
+
+
+def test_what_a_device_lacks_is_told_for_logits_in_tiles() -> None:
+    """Whole they would need several times as much; a device that has what is said is large enough."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+
+    def call_on(memory_bytes: int) -> None:
+        with roundpipe.compile(Language(), devices=[Device("cpu", memory_bytes=memory_bytes)]) as pipe:
+            config = RoundPipeRunConfig(num_microbatch=2)
+            pipe.forward_backward((ids,), label=ids.clone(), loss_fn=loss_fn, run_config=config)
+
+    with pytest.raises(DeviceMemoryError, match="as far as it can be cut") as raised:
+        call_on(2 * VOCABULARY * WIDTH * 4)
+    found = re.search(r"it needs ([\d,]+) bytes", str(raised.value))
+    assert found is not None
+    needed_bytes = int(found[1].replace(",", ""))
+    assert needed_bytes < 0.6 * LENGTH * VOCABULARY * 4
+    call_on(needed_bytes)

@@ -121,6 +121,17 @@ class Candidate(NamedTuple):
         counts = (self.fused_replicas - 1, self.fused_replicas + 1)
         return moves + [("replicas", count) for count in counts if 1 <= count <= most_replicas]
 
+    def touches(self, move: Move, layers: range, num_layers: int) -> bool:
+        """Whether a move changes stages of some consecutive layers, or those beside them."""
+        if move[0] == "replicas":
+            return True
+        if move[0] == "start":
+            first, stop = min(self.fused_start, move[1]), num_layers
+        else:
+            edges = (self.forward if move[0] == "forward" else self.backward).edges
+            first, stop = edges[move[1][0]], edges[move[1][1]]
+        return first - 1 <= layers.start and layers.stop <= stop + 1
+
     def after(self, move: Move) -> Candidate:
         """Where a move leads; most moves are never tried."""
         forward, backward, count = self

@@ -27,6 +27,7 @@ from roundpipe.planning.stage_costs import (
     StageCost,
     StageCosts,
     StagePhase,
+    device_memory,
     peak_bytes,
 )
 from roundpipe.planning.step_times import step_seconds
@@ -44,6 +45,8 @@ _PACKING_SHARE = 0.4
 _VISIT_OPS, _CANDIDATE_OPS, _BOUND_OPS, _STAGE_OPS, _REPLICAS_OPS, _MOVE_OPS = 40, 60, 4, 20, 8, 3
 """Effort of a look at a candidate, of one that is new, of a lower bound and of an evaluation per job, per microbatch
 of a job if there are replicas, and of a move that may be made."""
+_MOST_TOUCHED = 4
+"""Layers that one move from single layers may cut anew, at most."""
 _NUM_STARTS = 12
 """Starts of the fused tail that are packed for."""
 _NUM_TARGETS = 24
@@ -232,11 +235,23 @@ class Search:
             self.evaluate(candidate, self.best_s * within if self.best_s else inf)
 
     def _evaluate_smallest(self) -> None:
-        """Evaluates the plans with the least memory: one layer per stage, and those one move from it."""
+        """Evaluates the plans with the least memory: one layer per stage, and those one move from it.
+
+        Where some of these stages need too much, a move can only help that cuts all of them anew.
+        """
         candidate = Candidate.singles(self.num_layers)
-        self.evaluate(candidate)
+        if self.evaluate(candidate) < inf or self.budget_bytes is None:
+            too_large = range(0)
+        else:
+            needs = device_memory(self.stages(candidate), self.num_workers)
+            layers = [*range(self.num_layers), *reversed(range(self.num_layers - 1))]
+            over = [layer for layer, need in zip(layers, needs, strict=True) if need.total > self.budget_bytes]
+            too_large = range(min(over, default=0), max(over, default=0) + 1)
+        if len(too_large) > _MOST_TOUCHED:
+            return
         for move in candidate.moves(self.num_layers, self._most_replicas):
-            self.evaluate(candidate.after(move))
+            if not too_large or candidate.touches(move, too_large, self.num_layers):
+                self.evaluate(candidate.after(move))
 
     def _evaluate_few(self, least_start: int) -> None:
         """Evaluates plans of as few stages as memory allows, for starts of the fused tail all over the chain."""

@@ -89,6 +89,11 @@ class Forecast:
         """Whether there is a plan that leaves room for all that is counted."""
         return self.device is not None and self.device.total <= self.machine.budget_bytes
 
+    @property
+    def trains_little(self) -> bool:
+        """Whether most weights are frozen."""
+        return 2 * _num_trained(self.costs) < sum(cost.num_parameters for cost in self.costs)
+
     def samples_per_s(self) -> float:
         """Samples in a second; 0 if it doesn't run."""
         return self.training.batch / self.simulation.seconds_per_step if self.simulation else 0.0
@@ -171,16 +176,20 @@ def _to_try(layers: Layers, machine: Machine, training: Training) -> Iterator[La
 
 
 def cut_otherwise(layers: Layers, machine: Machine, training: Training) -> tuple[Layers, LeastNeed]:
-    """The first of other cuts that fits the devices, else the one that needs the least, and what it needs."""
-    found: tuple[Layers, LeastNeed] | None = None
-    for other in layers.others(machine.profile):
-        need = plans_for(other, machine, training).least_need(other.call(training, machine.num_devices))
-        if found is None or need.memory.total < found[1].memory.total:
-            found = other, need
-        if need.memory.total <= machine.budget_bytes:
-            break
-    assert found is not None, "there is always a limit of the whole model"
-    return found
+    """The first of other cuts that fits the devices, the largest layers first, and what it needs.
+
+    If not even the smallest layers fit, these: to trace the model for each of the others would take long.
+    """
+
+    def need_of(other: Layers) -> LeastNeed:
+        return plans_for(other, machine, training).least_need(other.call(training, machine.num_devices))
+
+    smallest = layers.smallest(machine.profile)
+    least = need_of(smallest)
+    for other in layers.others(machine.profile) if least.memory.total <= machine.budget_bytes else ():
+        if (need := need_of(other)).memory.total <= machine.budget_bytes:
+            return other, need
+    return smallest, least
 
 
 def _num_trained(costs: Sequence[LayerCost]) -> int:
@@ -299,9 +308,11 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
             break  # the first that fits is the cheapest
     result.changes += _with_fewer_devices(result)
     if not result.fits_devices and not result.changes:
-        result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
+        lora = "" if result.trains_little else ", or --lora (no gradients of the weights)"
+        result.changes.append(f"shorter sequences, a device with more memory{lora}")
     if machine.host_memory_bytes is not None and result.host_bytes > machine.host_memory_bytes:
-        result.changes.append("host memory: --lora, --optimizer sgd or --optim-dtype bfloat16 need less of it")
+        lora = "" if result.trains_little else "--lora, "
+        result.changes.append(f"host memory: {lora}--optimizer sgd or --optim-dtype bfloat16 need less of it")
     return result
 
 

@@ -77,7 +77,8 @@ def choose_with_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Til
     except DeviceMemoryError:
         # the first is quicker, and may say no where values between layers are smaller in tiles
         may_fit = plans.fits(call, UNTILED, free=range(len(call.chain))) or plans.fits(call, LADDER[-1])
-        if not may_fit or (found := _with_fewest_tiles(plans, call)) is None:
+        found = _with_fewest_tiles(plans, call) if may_fit else _in_smallest_tiles(plans, call)
+        if found is None:
             raise
         plan, tiles = found
     before, after = (plans.costs.training_bytes(call, each) for each in (UNTILED, tiles))
@@ -112,12 +113,19 @@ def _with_fewest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Ti
         tiles = fewest or rungs[-1]
         if fewest is not None:
             break
-    if tiles == UNTILED:
-        return None
+    return None if tiles == UNTILED else _in_tiles(plans, call, tiles)
+
+
+def _in_smallest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Tiles] | None:
+    """Likewise, where not even these fit: what is missing then is the least that can be missing."""
+    return _in_tiles(plans, call, LADDER[-1]) if plans.costs.is_less(call, UNTILED, LADDER[-1]) else None
+
+
+def _in_tiles(plans: PlansInTiles, call: Call, tiles: Tiles) -> tuple[ExecutePlan, Tiles]:
     try:
         return plans.choose(call, tiles), tiles
     except DeviceMemoryError as error:
-        raise DeviceMemoryError(f"{error}. That is in {tiles.layers} tiles, as far as it can be cut") from None
+        raise DeviceMemoryError(f"{error}. That is in {tiles.tail} tiles, as far as it can be cut") from None
 
 
 def _faster_in_tiles(plans: PlansInTiles, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
