@@ -176,20 +176,16 @@ def _to_try(layers: Layers, machine: Machine, training: Training) -> Iterator[La
 
 
 def cut_otherwise(layers: Layers, machine: Machine, training: Training) -> tuple[Layers, LeastNeed]:
-    """The first of other cuts that fits the devices, the largest layers first, and what it needs.
-
-    If not even the smallest layers fit, these: to trace the model for each of the others would take long.
-    """
-
-    def need_of(other: Layers) -> LeastNeed:
-        return plans_for(other, machine, training).least_need(other.call(training, machine.num_devices))
-
-    smallest = layers.smallest(machine.profile)
-    least = need_of(smallest)
-    for other in layers.others(machine.profile) if least.memory.total <= machine.budget_bytes else ():
-        if (need := need_of(other)).memory.total <= machine.budget_bytes:
-            return other, need
-    return smallest, least
+    """The first of other cuts that fits the devices, else the one that needs the least, and what it needs."""
+    found: tuple[Layers, LeastNeed] | None = None
+    for other in layers.others(machine.profile):
+        need = plans_for(other, machine, training).least_need(other.call(training, machine.num_devices))
+        if found is None or need.memory.total < found[1].memory.total:
+            found = other, need
+        if need.memory.total <= machine.budget_bytes:
+            break
+    assert found is not None, "there is always a limit of the whole model"
+    return found
 
 
 def _num_trained(costs: Sequence[LayerCost]) -> int:

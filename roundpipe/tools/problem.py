@@ -136,17 +136,10 @@ class Layers:
         for options in self.options.others(training_bytes_of(self.target.model)):
             if before is not None and options.cuts_as(before.options, before.chain.costs):
                 continue
-            before = self._other(options, profile)
+            if options not in self.known_others:
+                self.known_others[options] = Layers.within(options, self.target, self.num_samples, profile)
+            before = replace(self.known_others[options], target=self.target)
             yield before
-
-    def smallest(self, profile: DeviceProfile) -> Layers:
-        """The last of these."""
-        return self._other(self.options.others(training_bytes_of(self.target.model))[-1], profile)
-
-    def _other(self, options: LowerOptions, profile: DeviceProfile) -> Layers:
-        if options not in self.known_others:
-            self.known_others[options] = Layers.within(options, self.target, self.num_samples, profile)
-        return replace(self.known_others[options], target=self.target)
 
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
