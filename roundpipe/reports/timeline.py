@@ -56,7 +56,10 @@ class Span:
     end_s: float
     """Since recording began."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """What is known beside: ``layers`` (first, behind the last), ``microbatch``, ``bytes``, ``job``, ``part``."""
+    """What is known beside: ``layers`` (first, behind the last), ``microbatch``, ``bytes``, ``job``, ``part``.
+
+    ``piece``, from 1 on, of what was interrupted: a computation that waited for weights of its layers, and these.
+    """
 
     @property
     def seconds(self) -> float:

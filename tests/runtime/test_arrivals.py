@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -140,3 +141,31 @@ def test_weights_that_come_within_a_computation_are_none_of_its_activations(with
             raise ZeroDivisionError
         kept = kept + torch.ones(100)
     assert target.ledger.peak_bytes == 3 * kept.nbytes
+
+
+def test_a_timeline_has_the_pieces_of_what_was_interrupted(by_parameter):
+    model = linears()
+    with in_asynchronous_steps(model, 1) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        handing = piped._session.optimizer._hand_over  # as above
+        write = handing.write_weights
+
+        def write_late(pairs, swaps=False):
+            if any(pair.parameter is model[2].weight for pair in pairs):
+                time.sleep(0.1)
+            write(pairs, swaps)
+
+        handing.write_weights = write_late
+        for seed in range(2):
+            train(piped, batch(seed=seed), plan=ONE_STAGE)
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        with piped.record_timeline() as timeline:
+            train(piped, batch(seed=2), plan=ONE_STAGE)
+    first = [span for span in timeline.spans if span.lane == "compute" and span.args["microbatch"] == 0]
+    assert [span.args.get("piece", 0) for span in first] == [*range(len(first))] and len(first) > 1
+    weights = sorted((span for span in timeline.spans if span.lane == "weights"), key=lambda span: span.start_s)
+    assert [span.args.get("piece", 0) for span in weights] == [*range(len(weights))] and len(weights) > 1
+    edges = [span.args["layers"] for span in weights]
+    assert edges[0][0] == 0 and edges[-1][1] == 4 and all(a[1] == b[0] for a, b in pairwise(edges))
+    waits = {span.args.get("cause") for span in timeline.spans if span.lane == "waits"}
+    assert waits >= {"optimizer"}

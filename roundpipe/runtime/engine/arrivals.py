@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import torch
 
@@ -59,7 +60,9 @@ class Arrivals:
             ready = sum(1 for _ in takewhile(lambda layer: gate.is_open(layer.weights.parameters(), closings), rest))
         if not ready:
             return
-        self._meter.moved(Lane.WEIGHTS, "weights of", *visit.bring(ready), job)
+        start, pieces = job.start + visit.num_brought, visit.num_pieces
+        args: dict[str, Any] = {"layers": [start, start + ready]} | ({"piece": pieces} if pieces else {})
+        self._meter.moved(Lane.WEIGHTS, "weights of", *visit.bring(ready), job, **args)
         if visit.is_whole:
             step.begin_upload(job.index, visit.uploaded)
 

@@ -148,14 +148,14 @@ class Meter:
         self.until("no_work", began)
         self.until("activations", ended)
 
-    def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment, job: Job) -> None:
-        """Note the copies for a job on a lane between two of its moments."""
+    def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment, job: Job, **args: Any) -> None:
+        """Note the copies for a job on a lane between two of its moments; with what is known of them beside."""
         if not num_bytes:
             return
         if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies
             self._unread.append(_Measured(lane, began, ended, num_bytes))
         at, self._at = self._at, (job, None)
-        self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes)
+        self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes, **args)
         self._at = at
 
     @contextmanager
@@ -166,6 +166,7 @@ class Meter:
             computing.end()
         yield
         if computing is not None:
+            computing.piece += 1
             computing.begin()
 
     def _record(self, lane: Lane, name: str, began: Moment, ended: Moment, **args: Any) -> None:
@@ -180,7 +181,7 @@ class Meter:
             args = {"layers": [job.start, job.stop], "job": job.index, **known, **args}
         self.recorder.add(DeviceWork(self.device, str(lane), name.format(title).strip(), began, ended, args))
 
-    def _computed(self, part: str, layers: tuple[int, ...], began: Moment) -> None:
+    def _computed(self, part: str, layers: tuple[int, ...], began: Moment, piece: int) -> None:
         ended = self.backend.moment()
         marks, self._marks = self._marks, []
         gap = None if self._before is None else Gap(self.device, self._before, marks, began)
@@ -189,7 +190,8 @@ class Meter:
         counted = None if before is None or job is None else self._runs if job is before else self._visits
         self._unread.append(_Measured(Lane.COMPUTE, began, ended, gap=gap, counted=counted))
         name = "{} recompute" if part == "recompute" else "{}"
-        self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1])
+        pieces = {"piece": piece} if piece else {}
+        self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1], **pieces)
         if self.recorder is not None and gap is not None:
             self.recorder.add(gap)
         self._before = ended
@@ -275,7 +277,7 @@ def visit_seconds(readings: Sequence[MeterReading]) -> float:
 class _Timed:
     """Around work on a lane; a class, since every task opens some."""
 
-    __slots__ = ("_ahead", "_began", "_lane", "_layers", "_meter", "_moved_bytes", "_what", "moments")
+    __slots__ = ("_ahead", "_began", "_lane", "_layers", "_meter", "_moved_bytes", "_what", "moments", "piece")
 
     def __init__(
         self,
@@ -288,6 +290,8 @@ class _Timed:
         self._meter, self._lane, self._what, self._layers, self._ahead = meter, lane, what, layers, ahead
         self._began: Moment | None = None
         self._moved_bytes = 0
+        self.piece = 0
+        """How many interruptions there were."""
         self.moments: tuple[Moment, Moment] | None = None
         """When copies ahead began and ended, if that is measured."""
 
@@ -319,7 +323,7 @@ class _Timed:
         if began is None:
             return
         if lane is Lane.COMPUTE:
-            meter._computed(self._what, self._layers, began)
+            meter._computed(self._what, self._layers, began, self.piece)
         elif num_bytes := meter.backend.moved_bytes[lane] - self._moved_bytes:
             ended, at = meter.backend.moment(lane), meter._at
             if self._ahead is not None:

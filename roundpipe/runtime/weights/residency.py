@@ -89,6 +89,11 @@ class Visit:
         return len(self._tensors)
 
     @property
+    def num_pieces(self) -> int:
+        """In which they were brought."""
+        return len(self._batches)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all layers were brought."""
         return len(self._tensors) == len(self.layers)
