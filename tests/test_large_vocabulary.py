@@ -68,7 +68,7 @@ def test_what_a_device_lacks_is_told_for_logits_in_tiles() -> None:
             config = RoundPipeRunConfig(num_microbatch=2)
             pipe.forward_backward((ids,), label=ids.clone(), loss_fn=loss_fn, run_config=config)
 
-    with pytest.raises(DeviceMemoryError, match="as far as it can be cut") as raised:
+    with pytest.raises(DeviceMemoryError, match="already counts on 256 tiles, the most there are") as raised:
         call_on(2 * VOCABULARY * WIDTH * 4)
     found = re.search(r"it needs ([\d,]+) bytes", str(raised.value))
     assert found is not None

@@ -8,7 +8,8 @@ The values are those of one call per tensor. Only this file names torch's functi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from roundpipe.core.storages import is_plain
 
 PIECE_ELEMENTS = 2**18
 """Of a piece that caches hold."""
+T = TypeVar("T")
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are written, each with the one that is read."""
 
@@ -90,6 +92,20 @@ def add_converted(written: torch.Tensor, read: torch.Tensor) -> None:
     pieces = (each.detach().view(-1).split(PIECE_ELEMENTS) for each in tensors)
     for of_written, of_read in zip(*pieces, strict=True):
         of_written.add_(memory[: of_read.numel()].copy_(of_read))
+
+
+def in_groups(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """The items in order, in groups that end as soon as they have so many bytes."""
+    group: list[T] = []
+    group_bytes = 0
+    for item in items:
+        group.append(item)
+        group_bytes += bytes_of(item)
+        if group_bytes >= most_bytes:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
 
 
 def _alike(pairs: Pairs) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:

@@ -50,7 +50,7 @@ _MOST_TOUCHED = 4
 _NUM_STARTS = 12
 """Starts of the fused tail that are packed for."""
 _NUM_TARGETS = 24
-"""Target times tried for each start of the fused tail, and starts for which few stages are."""
+"""Target times tried for each start of the fused tail, and starts tried with few stages."""
 _FEW_PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Parts of the budget that stages' weights may take where stages are few."""
 _PHASES: tuple[StagePhase, StagePhase] = ("F", "B")

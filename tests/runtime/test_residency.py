@@ -198,7 +198,7 @@ def test_visits_lie_at_alternating_ends():
     visits = []
     for position, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         visit, side = arena.begin([bound(host, target, layer)])
-        visit.bring()
+        visit.bring(1)
         start = visit.memory[0].data_ptr() - base
         assert side == position % 2
         assert start == (0 if side == 0 else total - size)
@@ -235,7 +235,7 @@ def test_visits_at_the_same_place_have_their_own_values_and_keep_no_memory():
     for value in (1.0, 2.0, 3.0):
         torch.nn.init.constant_(layer.weight, value)
         visit, side = arena.begin([bound(host, target, layer)])
-        visit.bring()
+        visit.bring(1)
         visit.arrive(0)
         visit.bind(0, with_gradients=True)
         weight = visit.layers[0].module.weight
@@ -277,7 +277,7 @@ def test_released_layers_hold_no_device_memory():
     arena = Arena(target)
     arena.reserve([one.weights.num_bytes])
     visit, _ = arena.begin([one])
-    visit.bring()
+    visit.bring(1)
     visit.arrive(0)
     visit.bind(0, with_gradients=True)
     assert all(p is not None for p in one.module[0]._parameters.values())
@@ -295,7 +295,7 @@ def test_gradients_settle_by_addition():
     arena.reserve([layer.weight.nbytes + 64])
     for repeat in (1, 2, 3):
         visit, side = arena.begin([bound(host, target, layer)])
-        visit.bring()
+        visit.bring(1)
         visit.arrive(0)
         visit.bind(0, with_gradients=True)
         visit.layers[0].module(torch.ones(2, 3)).sum().backward()
@@ -310,7 +310,7 @@ def test_gradients_of_weights_go_down_behind_the_last_values():
     arena = Arena(target)
     arena.reserve([layer.weight.nbytes + 64])
     visit, _ = arena.begin([bound(host_of()[0], target, layer)])
-    visit.bring()
+    visit.bring(1)
     visit.arrive(0)
     visit.bind(0, with_gradients=True)
     visit.layers[0].module(torch.ones(2, 3)).sum().backward()

@@ -9,12 +9,13 @@ Invariant: whatever is raised, a job that is given to `GradientsHome.bring` leav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from roundpipe.core.schedule import Job
+from roundpipe.core.together import in_groups
 from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.profiling.host_log import HostLog
@@ -131,7 +132,7 @@ class GradientsHome:
     def _convert(self, step: StepState, job: Job, indexes: Sequence[int], touched: Sequence[torch.Tensor]) -> None:
         """Convert what jobs have added to the host's gradients, if it is all; never raises."""
         try:
-            for parameters in _groups(touched):
+            for parameters in in_groups(touched, lambda parameter: parameter.nbytes, CONVERTED_BYTES):
                 self._gates.wait_written(f"{self._name} conversions")
                 with self._conversions_log.doing("converted", f"convert gradients of {job}", job=job.index):
                     self._gates.came(parameters)
@@ -140,20 +141,6 @@ class GradientsHome:
             step.cancel(error)
         finally:
             self._steps.leave(step, settling=True)
-
-
-def _groups(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In order, each of about `CONVERTED_BYTES`."""
-    group: list[torch.Tensor] = []
-    group_bytes = 0
-    for parameter in parameters:
-        group.append(parameter)
-        group_bytes += parameter.nbytes
-        if group_bytes >= CONVERTED_BYTES:
-            yield group
-            group, group_bytes = [], 0
-    if group:
-        yield group
 
 
 def _note_settled(step: StepState, indexes: Sequence[int]) -> None:

@@ -125,7 +125,7 @@ def _in_tiles(plans: PlansInTiles, call: Call, tiles: Tiles) -> tuple[ExecutePla
     try:
         return plans.choose(call, tiles), tiles
     except DeviceMemoryError as error:
-        raise DeviceMemoryError(f"{error}. That is in {tiles.tail} tiles, as far as it can be cut") from None
+        raise DeviceMemoryError(f"{error}. This already counts on {tiles.tail} tiles, the most there are") from None
 
 
 def _faster_in_tiles(plans: PlansInTiles, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe.core.together import in_groups
 from roundpipe.core.watched import unnoticed
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.host_log import HostLog
@@ -203,19 +204,11 @@ def _model_bytes(group: Iterable[ParameterPair]) -> int:
 
 def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
     """The pairs in order, in groups of about `HAND_OVER_BYTES` of copies; first those on a device, all in one."""
-    group: list[ParameterPair] = []
-    group_bytes = 0
     pairs = list(pairs)
     if there := [pair for pair in pairs if pair.twin is not None]:
         yield there
-    for pair in (pair for pair in pairs if pair.twin is None):
-        group.append(pair)
-        group_bytes += 0 if pair.copy is None else pair.copy.nbytes
-        if group_bytes >= HAND_OVER_BYTES:
-            yield group
-            group, group_bytes = [], 0
-    if group:
-        yield group
+    streamed = (pair for pair in pairs if pair.twin is None)
+    yield from in_groups(streamed, lambda pair: 0 if pair.copy is None else pair.copy.nbytes, HAND_OVER_BYTES)
 
 
 def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:

@@ -103,11 +103,11 @@ class Visit:
         """When all that was brought so far is on the device."""
         return self._batches[-1].uploaded
 
-    def bring(self, number: int | None = None) -> tuple[int, Moment, Moment]:
-        """Start uploading so many more layers, or all that are left; returns the bytes, and when they begin and end."""
+    def bring(self, number: int) -> tuple[int, Moment, Moment]:
+        """Start uploading so many more layers; returns the bytes, and when they begin and end."""
         backend = self._backend
         began, moved_bytes = backend.moment(Lane.WEIGHTS), backend.moved_bytes[Lane.WEIGHTS]
-        stop = len(self.layers) if number is None else self.num_brought + number
+        stop = self.num_brought + number
         copies: list[torch.Tensor] = []
         for position in range(self.num_brought, stop):
             self._bring_one(position, copies)
