@@ -1,6 +1,7 @@
 """Exceptions that have no text or refuse notes, and handlers of the log that fail: the caller gets what was raised."""
 
 import logging
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -163,3 +164,6 @@ def test_a_write_whose_error_can_not_be_logged_ends_all_the_same(tmp_path, monke
             pipe.save_checkpoint(tmp_path / "c")
     finally:
         logger.removeHandler(handler)
+    for thread in threading.enumerate():  # what it raises belongs to this test
+        if thread.name == "roundpipe-checkpoint":
+            thread.join(20)
