@@ -247,10 +247,14 @@ class MicrobatchRunner:
         values: Mapping[str, HostValue],
         microbatch: int,
     ) -> tuple[list[Segment], Mapping[str, HostValue]]:
-        """A backward stage's layers as segments of their own, and the values that they take, on the host."""
+        """A backward stage's layers as segments of their own, and the values that they take, on the host.
+
+        What the stage itself makes is made again, also if it is on the host: the stages that it was brought there for
+        may be through with it at any time.
+        """
         segments = by_layer(job, step.spec.chain.specs)
         read = {name for segment in segments for name in segment.takes}
-        if read.issubset(values):
+        if read.issubset(name for segment in step.spec.flow_of(job).segments for name in segment.takes):
             return segments, values
         record = step.forward.entries(job.layers, microbatch)
         made: dict[str, HostValue] = {}
