@@ -15,7 +15,6 @@ from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.engine import kept_runs
-from roundpipe.runtime.engine.runner import MicrobatchRunner
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.weights.residents import Residents
@@ -80,21 +79,6 @@ def test_a_round_that_runs_out_of_memory_late_has_eagers_numbers(
         run(BUILDS[build](), fault, at, workers=workers, plan=PLANS[plan], grain=grain)
     assert fault.num_raised
     assert 1 <= len(shortages(caplog)) <= fault.num_raised
-
-
-def test_a_stage_that_runs_layer_by_layer_reads_nothing_that_another_worker_drops_meanwhile(monkeypatch):
-    by_layer = MicrobatchRunner._by_layer  # private, since no code of the user's runs between it and the reads
-
-    def followed_by_drops(self, step, job, stage, visit, values, microbatch):
-        found = by_layer(self, step, job, stage, visit, values, microbatch)
-        step.wait_done(step.spec.schedule.before(job, microbatch), microbatch, "the test")
-        return found
-
-    fault = Fault()
-    break_at(monkeypatch, fault, "weights")
-    monkeypatch.setattr(MicrobatchRunner, "_by_layer", followed_by_drops)
-    run(skips(), fault, {1, 2}, workers=2, plan=PLANS["stages"])
-    assert fault.num_raised
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,5 +1,7 @@
 """Between steps on a device the host launches little, and waits only where it reads."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twin, Twins
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, lives_there, model_of, optimizer_of, wrapped
-from tests.runtime.models import assert_equal_bits, batch, square_loss
+from tests.runtime.models import assert_equal_bits, batch, config, square_loss
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -79,6 +81,39 @@ def test_the_host_waits_for_the_device_only_where_it_reads(is_async, monkeypatch
         assert waits.num_waits == before + 1
         piped.synchronize()
         assert waits.num_waits > before + 1
+
+
+def test_an_update_lets_a_round_that_waits_begin_first(monkeypatch):
+    monkeypatch.setattr(Twins, "are_apart", property(bool))  # as on an accelerator
+    model, x, num_steps, losses, seen = model_of(), batch(5, width=WIDTH), 6, [], []
+
+    def slow_loss(output, label=None):
+        time.sleep(0.05)
+        losses.append(None)
+        return square_loss(output, label)
+
+    with wrapped(model) as piped:
+        ours, side = optimizer_of(piped, OPTIMIZERS["AdamW"]), piped._session.optimizer  # the next round must be there
+        exchange = side._hand_over.exchange
+
+        def exchange_late(pairs, steps, *args, **kwargs):
+            exchange(pairs, steps, *args, **kwargs)
+            while side.num_steps < num_steps and side._steps.running()[-1:] == steps[-1:]:  # as above
+                time.sleep(0.001)
+
+        def update():
+            seen.append(len(losses))
+            ours.step()
+            ours.zero_grad()
+
+        for step in range(num_steps):
+            if step == 2:
+                side._hand_over.exchange = exchange_late  # as above
+            piped.forward_backward((x,), loss_fn=slow_loss, run_config=config(1))
+            piped.step(update)
+        assert lives_there(piped)
+        piped.synchronize()
+    assert seen[2:-1] == [4, 5, 6]  # each behind a loss of the next round
 
 
 class Running:

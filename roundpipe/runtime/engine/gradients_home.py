@@ -82,9 +82,15 @@ class GradientsHome:
         self._gates.board.wait(lambda: not self.is_bringing, self._name, "gradients of the job before")
 
     def bring(self, step: StepState, job: Job, pending: Download) -> None:
-        """Have what a job's release downloads added to the host's gradients; `wait` comes before the next one."""
+        """Have what a job's release downloads added to the host's gradients; `wait` comes before the next one.
+
+        What stays on the device is added here and now, if nothing has to be waited for: it is in the device's order.
+        """
         self.is_bringing = True
         self._steps.begin_settling(step)
+        if pending.stays_there and self._is_next(step, job, pending):
+            self._add(step, job, pending)
+            return
         try:
             self._thread.submit(self._add, step, job, pending)
         except BaseException:  # such as a thread that can't be started
@@ -92,6 +98,13 @@ class GradientsHome:
                 self.is_bringing = False
             self._steps.leave(step, settling=True)
             raise
+
+    def _is_next(self, step: StepState, job: Job, pending: Download) -> bool:
+        """Whether gradients of a job may be added at once."""
+        waits = job.num_replicas > 1 or job.index in step.spec.tied_jobs or not step.has_scale
+        touched = {parameter for parameter, _, _ in pending.gradients}
+        is_first = self._steps.now()[:1] == [step]
+        return not waits and is_first and self._gates.gradients.is_open(touched, step.closings[1])
 
     def _add(self, step: StepState, job: Job, pending: Download) -> None:
         """Add what a release brought down to the host's gradients; never raises."""
@@ -115,7 +128,10 @@ class GradientsHome:
                     with self._log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
                         each.settle(scale)
                 indexes = [index for index, _ in group]
-                if touched:
+                if touched and all(each.stays_there for _, each in group):
+                    self._gates.came(touched)
+                    _note_settled(step, indexes)
+                elif touched:
                     self._conversions.submit(self._convert, step, job, indexes, touched)
                     is_passed_on = True
                 else:

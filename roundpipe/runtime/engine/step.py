@@ -250,10 +250,14 @@ class StepState:
             is_done = lambda: all(runs[position] >= count for position, count in counts)  # noqa: E731
             self.board.wait(lambda: self.failed or is_done(), "the call", "random draws and losses")
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether it is known what gradients are to be multiplied by."""
+        return self.spec.mean is None or self._num_losses >= len(self.losses)
+
     def wait_scale(self, who: str) -> float:
         """What a job's gradients are to be multiplied by; waits for losses, of another worker at most."""
-        if self.spec.mean is not None:
-            self.board.wait(lambda: self.failed or self._num_losses >= len(self.losses), who, "losses")
+        self.board.wait(lambda: self.failed or self.has_scale, who, "losses")
         return self.weights.gradient_scale
 
     def wait_over(self) -> None:
@@ -313,6 +317,10 @@ class StepState:
         return result
 
     # The optimizer's thread, see `ParameterUse`
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.is_over or self.failed or self._num_losses > 0 or any(self._runs)
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         uploads, adds = self._jobs_of.get(parameter, ((), ()))  # in their order

@@ -99,7 +99,8 @@ class HandOver:
         weights, it writes them and opens their gates.
 
         With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
-        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then.
+        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then. To `follow`
+        is left to the caller.
         """
         if self._twins is not None:
             self._twins.wait_followed()
@@ -166,10 +167,12 @@ class HandOver:
 
     @torch.no_grad()
     def write_weights(self, pairs: Iterable[ParameterPair], swaps: bool = False) -> None:
+        """The latest ones into the model, or the twins; to `follow` is left to the caller."""
         for group in _groups(pairs):
             with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
                 if group[0].twin is not None:
-                    self._write_twins(group)
+                    with unnoticed():
+                        write_twins(group, with_samples=self._twins is None or not self._twins.is_unasked)
                     continue
                 unstaged: list[ParameterPair] = []
                 for pair in group:
@@ -179,16 +182,14 @@ class HandOver:
                         unstaged.append(pair)
                 write_all(unstaged)
 
-    def _write_twins(self, group: Sequence[ParameterPair]) -> None:
-        with unnoticed():
-            self._write_twins_now(group)
+    def follow(self, pairs: Sequence[ParameterPair]) -> None:
+        """Where nobody has asked for twins, let the host's parameters follow those that were written.
 
-    def _write_twins_now(self, group: Sequence[ParameterPair]) -> None:
+        No step waits for that, so it may come once the next one has what it waits for.
+        """
         if self._twins is not None and self._twins.is_unasked:
-            write_twins(group, with_samples=False)
-            follow_twins(group, self._twins)
-        else:
-            write_twins(group)
+            with unnoticed():
+                follow_twins(pairs, self._twins)
 
     @torch.no_grad()
     def stage(self, pairs: Iterable[ParameterPair]) -> None:

@@ -20,6 +20,10 @@ from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
 
 
+MOST_WAIT_S = 0.5
+"""For a round to begin. One that takes longer is kept by more than Python."""
+
+
 class UpdateSteps(UnaskedSteps):
     """What an `OptimizerSide` does to make one."""
 
@@ -95,12 +99,29 @@ class UpdateSteps(UnaskedSteps):
         with contextlib.nullcontext() if ranks is None else ranks, self._on_device():
             self._take_copies(pairs)
             self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
+            if swaps:
+                self._let_begin(steps)
+            self._hand_over.follow(pairs)
         self._weights_changed = False
         if shows_gradients:
             self._show(pairs)
 
+    def _let_begin(self, steps: Sequence[ParameterUse]) -> None:
+        """Return when a round behind those of ``steps`` has given a device its first forward, if one is there.
+
+        What an update does then keeps that device from nothing; but its Python, beside that of the forward, would have
+        the device wait for both.
+        """
+        if self._twins is None or not self._twins.are_apart:
+            return
+        if waiting := [step for step in self._steps.running() if step not in steps]:
+            begins = lambda: waiting[0].is_under_way  # noqa: E731
+            with self.log.doing("waits", "wait for the next round to begin"):
+                self._gates.board.wait(begins, "the optimizer's thread", "the next round's forward", MOST_WAIT_S)
+
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():
             self._hand_over.write_weights(pairs)
+            self._hand_over.follow(pairs)
             self._settle_home(pairs)
         self._weights_changed = False

@@ -37,6 +37,11 @@ class Download:
     def is_empty(self) -> bool:
         return not (self.gradients or self.buffers or self.dtypes)
 
+    @property
+    def stays_there(self) -> bool:
+        """Whether it brings nothing to the host: it has gradients of twins alone."""
+        return not (self.event or self.buffers or self.dtypes)
+
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()

@@ -113,6 +113,10 @@ class ParameterUse(Protocol):
     def failed(self) -> bool:
         """Whether an error ended the step, so that its gradients are not whole."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its device has been given a first microbatch's forward, or the step is over."""
+
     def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         """When the step first reads a parameter's weights, when it is done with them, and when with its gradient, as
         numbers to sort by.

@@ -344,6 +344,8 @@ def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) ->
 def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:
     """Have the parameters of these follow their twins, while the device goes on."""
     ahead = [(pair, twin) for pair in pairs if (twin := pair.twin) is not None and twin.is_ahead]
+    if not ahead:
+        return
     for pair, _ in ahead:
         if pair.banks is not None:
             pair.banks.go_home(keeps_values=False)

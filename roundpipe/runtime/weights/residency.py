@@ -118,7 +118,9 @@ class Visit:
     def _bring_one(self, position: int, copies: list[torch.Tensor]) -> None:
         layer = self.layers[position]
         weights, stay = layer.weights, layer.stay
-        if position == len(self.streamed):
+        if position == len(self.streamed) and not stay.streamed:
+            self.streamed.append(ResidentPart.nothing(self._region, self._step))
+        elif position == len(self.streamed):
             part_of = self._region[self._offset : self._offset + stay.streamed_bytes]
             known = self._known
             views = None if known is None else known.at(int(part_of.storage_offset()), weights, stay.streamed)
@@ -367,7 +369,7 @@ class Arena:
             self._backend, region, layers, self.residents, step, with_samples=self._takes_samples, known=self._known
         )
         self._latest = side
-        if not any(layer.weights.has_loose for layer in layers):  # whose memory would not be given back
+        if not any(layer.stay.streamed and layer.weights.has_loose for layer in layers):  # whose memory would not be given back
             self._there[side] = _Content(start, region, visit.streamed, self._takes_samples, self._lacked_samples)
         return visit, side
 

@@ -112,6 +112,11 @@ class ResidentPart:
         marks = [*map(_marks_of, on_device)]
         return cls(_key(weights, indexes), memory, prints, on_device, marks, step, views), copies
 
+    @classmethod
+    def nothing(cls, memory: torch.Tensor, step: int) -> Self:
+        """No slots of a layer, since all of them stay."""
+        return cls((), memory, [], [], [], step)
+
     @property
     def is_marked(self) -> bool:
         """Whether the host's tensors were written since, as far as versions and memory tell."""

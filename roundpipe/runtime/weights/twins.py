@@ -188,19 +188,23 @@ class Twins:
         """A context for work on twins and copies; nothing without twins."""
         return self.backend.activate() if self else contextlib.nullcontext()
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether there are twins, on a device that runs beside the host's threads."""
+        return bool(self) and self.backend.device.type != "cpu"
+
     def record(self) -> Event | None:
         """The event after what was given to the device so far; None without twins, and on the CPU: it is done."""
-        return self.backend.record(Lane.COMPUTE) if self and self.backend.device.type != "cpu" else None
+        return self.backend.record(Lane.COMPUTE) if self.are_apart else None
 
     def follow(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy twins to parameters of the host, pairs of these, behind what was given so far; nothing waits."""
         backend = self.backend
-        is_apart = backend.device.type != "cpu"
-        if is_apart:
-            backend.wait(Lane.GRADIENTS, backend.record(Lane.COMPUTE))
+        if (given := self.record()) is not None:
+            backend.wait(Lane.GRADIENTS, given)
         backend.write_home(copies)
         self._is_following = True
-        self._followed = backend.record(Lane.GRADIENTS) if is_apart else None
+        self._followed = None if given is None else backend.record(Lane.GRADIENTS)
 
     def wait_followed(self) -> None:
         """Let what is given to the device from now on run when the host's parameters have followed."""
