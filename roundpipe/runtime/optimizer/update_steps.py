@@ -19,7 +19,6 @@ from roundpipe.runtime.weights.gate import ParameterUse
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
 
-
 MOST_WAIT_S = 0.5
 """For a round to begin. One that takes longer is kept by more than Python."""
 

@@ -369,7 +369,8 @@ class Arena:
             self._backend, region, layers, self.residents, step, with_samples=self._takes_samples, known=self._known
         )
         self._latest = side
-        if not any(layer.stay.streamed and layer.weights.has_loose for layer in layers):  # whose memory would not be given back
+        streamed = (layer.weights for layer in layers if layer.stay.streamed)
+        if not any(weights.has_loose for weights in streamed):  # whose memory would not be given back
             self._there[side] = _Content(start, region, visit.streamed, self._takes_samples, self._lacked_samples)
         return visit, side
 
