@@ -18,7 +18,7 @@ from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import cost_model, option_choice
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, StepTimes
+from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 
 
@@ -45,15 +45,16 @@ def times_of(*spans):
 COSTS = [LayerCost(forward_s=1.0, backward_s=2.0, weight_bytes=7), LayerCost(forward_s=1.0, backward_s=6.0)]
 
 
-def test_the_first_round_is_left_out_and_the_mean_is_exponential():
+def test_the_first_round_is_left_out_and_quiet_steps_count():
     times = LayerTimes(COSTS, 10)
     times.learn(times_of(("forward", (0,), 99.0)), 10)
     assert times.num_steps == 0 and times.costs(10) == COSTS
     times.learn(times_of(("forward", (0,), 2.0), ("forward", (0,), 4.0), ("backward", (0,), 5.0)), 10)
     assert times.num_steps == 1
     assert times.costs(10)[0] == LayerCost(forward_s=3.0, backward_s=5.0, weight_bytes=7)
-    times.learn(times_of(("forward", (0,), 13.0)), 10)
-    assert times.costs(10)[0].forward_s == pytest.approx(3.0 + LATEST_SHARE * 10)
+    for seconds, counts in ((13.0, 3.0), (14.0, 3.0), (4.0, 3.0), (5.0, 4.0), (3.5, 4.0), (4.5, 4.0), (4.0, 4.0)):
+        times.learn(times_of(("forward", (0,), seconds)), 10)
+        assert times.costs(10)[0].forward_s == counts, seconds
 
 
 def test_the_backward_of_a_stage_is_dealt_out_as_believed():

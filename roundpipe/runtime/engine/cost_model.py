@@ -172,7 +172,7 @@ class CostModel:
     # Time
 
     def num_steps(self, chain: LayerChain, tiles: Tiles = UNTILED) -> int:
-        """Steps in the means of measured times."""
+        """Steps whose measured times count."""
         times = self.record(chain).times.get(tiles)
         return 0 if times is None else times.num_steps
 

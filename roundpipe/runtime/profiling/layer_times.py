@@ -1,15 +1,18 @@
-"""Measured seconds of layers: what the calls of a step took, and their exponential mean over steps.
+"""Measured seconds of layers: what the calls of a step took, and what they take in the quieter of the latest steps.
 
 The workers note in a step's `StepTimes` when each call began and ended: two marks on the device's stream, no waiting.
 After the step `LayerTimes.learn` takes it in: forwards (and recomputations) by layer; the backward of several layers
 at once is dealt out by the seconds known so far; the loss belongs to the last layer.
+
+A device that waits for its worker's Python within a layer is measured as if the layer took so long: other threads, such
+as one that plans, can double that for some steps. So it is no mean that counts, but the lower quarter.
 
 Invariant: costs keep all bytes; only seconds are replaced by measured ones.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -18,8 +21,8 @@ from typing import Literal
 from roundpipe.core.layers import LayerCost
 from roundpipe.runtime.device.backend import Moment
 
-LATEST_SHARE = 0.3
-"""Weight of the latest step in the mean."""
+KEPT = 5
+"""Steps whose seconds are kept."""
 MANY_STEPS = 1000
 """Steps that times count as which are known without any."""
 
@@ -56,7 +59,7 @@ class StepTimes:
 
 
 class LayerTimes:
-    """Exponential means over the measured steps of one chain.
+    """What layers take in the measured steps of one chain.
 
     The estimated costs are for a microbatch of ``example_elements``; 0: that of the first measured step.
     """
@@ -64,6 +67,7 @@ class LayerTimes:
     def __init__(self, costs: Sequence[LayerCost], example_elements: int) -> None:
         self._estimated = tuple(costs)
         self.example_elements = example_elements
+        self._kept: defaultdict[tuple[Kind, int], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._seconds: dict[tuple[Kind, int], float] = {}
         """By layer; the loss is of the last one."""
         self._seen = 0
@@ -77,7 +81,7 @@ class LayerTimes:
 
     @property
     def num_steps(self) -> int:
-        """Steps in the means; the first one measured is not, since it warms up."""
+        """Steps that count; the first one measured does not, since it warms up."""
         return max(self._seen - 1, 0)
 
     def learn(self, times: StepTimes, elements: int) -> None:
@@ -89,9 +93,9 @@ class LayerTimes:
         scale = self.example_elements / max(elements, 1)
         for (kind, layers), seconds in times.means().items():
             for layer, share in zip(layers, self._shares(layers), strict=True):
-                latest = seconds * scale * share
-                mean = self._seconds.get((kind, layer), latest)
-                self._seconds[kind, layer] = mean + LATEST_SHARE * (latest - mean)
+                kept = self._kept[kind, layer]
+                kept.append(seconds * scale * share)
+                self._seconds[kind, layer] = sorted(kept)[(len(kept) - 1) // 4]
 
     def _shares(self, layers: Sequence[int]) -> list[float]:
         """How the seconds of layers that ran backward at once are dealt out."""

@@ -81,6 +81,8 @@ class Replica:
         self._noted: tuple[Attributes, Attributes] | None = None
         """The attributes of the originals at the last `refresh`, and of the copies after it, if they may be the same
         the next time."""
+        self._has_run = False
+        """Whether the copies may have attributes that `changed_attributes` has not seen."""
         self._has_those_of_now = False
         """Whether the last `refresh` took over what the originals had then."""
         self._counterparts: Counterparts | None = None
@@ -124,8 +126,11 @@ class Replica:
         self._redirected = []
         for script in self._scripts:
             self._twins[id(script)].train(script.training)
-        if frozen is None and self._noted is not None and all(each.are_same() for each in self._noted):
-            return
+        has_run, self._has_run = self._has_run, True
+        if frozen is None and self._noted is not None:
+            originals, copies = self._noted
+            if originals.are_same() and (not has_run or copies.are_same()):
+                return
         for original, twin, copied in self._copies:
             attributes = original.__dict__ if frozen is None else frozen.attributes_of(original)
             state = twin.__dict__
@@ -150,6 +155,7 @@ class Replica:
     def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
         if self._noted is not None and self._noted[1].are_same():
+            self._has_run = False
             return []
         return [
             (original, name, value)
