@@ -23,7 +23,7 @@ from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
-from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside
+from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside, Stays
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -222,22 +222,38 @@ class FullPlans:
         if is_unasked and not call.is_evaluation and not self._optimizer.suits():
             return _FullPlan()
         is_trained_unasked = is_unasked and not call.is_evaluation
-        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked)
-        if there and not self._has_all and (found := plans.of_those(there)) is not None:
-            return _FullPlan(found)
-        best: tuple[float, PlanBeside] | None = None
         before_s, weighs = functools.cache(streamed_s), is_unasked and not self._optimizer.has_twins
+        least_gain = AUTO_GAIN if weighs else 0.0
+        best: tuple[float, PlanBeside] | None = None
+
+        def is_better(limit_s: float, seconds: float) -> bool:
+            return seconds <= (1 - least_gain) * limit_s and (best is None or seconds < best[0])
+
+        def may_win(stays: Stays) -> bool:
+            limit_s, seconds = self._compared(call, stays, before_s())
+            if is_better(limit_s, seconds):
+                return True
+            if weighs:
+                self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
+            return False
+
+        is_given = bool(there) and not self._has_all
+        plans = PlansBeside(
+            self._costs,
+            call,
+            streamed,
+            budget_bytes,
+            self._optimizer,
+            is_unasked=is_trained_unasked,
+            may_win=(lambda stays: True) if is_given else may_win,
+        )
+        if is_given and (found := plans.of_those(there)) is not None:
+            return _FullPlan(found)
         for found in self._candidates(call, plans, there):
             limit_s, seconds = self._compared(call, found, before_s())
             if weighs:
-                logger.info(
-                    "with %s on the device a step is predicted to take %.3g s instead of %.3g s",
-                    _described(call, found),
-                    seconds,
-                    limit_s,
-                )
-                limit_s *= 1 - AUTO_GAIN
-            if seconds <= limit_s and (best is None or seconds < best[0]):
+                self._tell_step(call, found, f"is predicted to take {seconds:.3g} s", limit_s)
+            if is_better(limit_s, seconds):
                 best = seconds, found
             is_slower = best is not None and seconds > (1 + MOST_SLOWER) * best[0]  # and so are fewer layers
             if best is not None and (not weighs or _is_all(call, found) or is_slower):
@@ -254,6 +270,9 @@ class FullPlans:
             logger.info(outcome)
             self._told = outcome
 
+    def _tell_step(self, call: Call, stays: Stays, takes: str, limit_s: float) -> None:
+        logger.info("with %s on the device a step %s instead of %.3g s", _described(call, stays), takes, limit_s)
+
     def _candidates(self, call: Call, plans: PlansBeside, there: frozenset[int]) -> Iterator[PlanBeside]:
         """All stays, if it may and that is not too much; else some layers, the most first."""
         if self._most_layers is None and (self._has_all or not there) and (found := plans.of_all()) is not None:
@@ -261,14 +280,14 @@ class FullPlans:
         if not call.is_evaluation:  # for which fewer layers would have to stay in training, too
             yield from plans.of_some(self._most_layers)
 
-    def _compared(self, call: Call, found: PlanBeside, before_s: float) -> tuple[float, float]:
+    def _compared(self, call: Call, found: Stays, before_s: float) -> tuple[float, float]:
         """Seconds per step of which such a plan must not take more, and those that it takes."""
         assert self._optimizer is not None
         if call.config.residency == FULL or self._optimizer.has_twins:
             return (inf if call.config.execute_plan is not None else before_s * (1 + 1e-9)), found.seconds
         return self._with_updates(call, before_s, found)
 
-    def _with_updates(self, call: Call, streamed_s: float, found: PlanBeside) -> tuple[float, float]:
+    def _with_updates(self, call: Call, streamed_s: float, found: Stays) -> tuple[float, float]:
         """Seconds per step with updates: on the host, beside the next round or alone, and on the device.
 
         Where nothing is streamed any more, what steps have taken counts if it is more than predicted: streaming keeps
@@ -333,11 +352,11 @@ def _ids(call: Call, layers: Collection[int]) -> frozenset[int]:
     return frozenset(id(each) for index in layers for each in trained.get(index, ()))
 
 
-def _is_all(call: Call, found: PlanBeside) -> bool:
+def _is_all(call: Call, found: Stays) -> bool:
     return len(found.residency.trained) == len(call.chain)
 
 
-def _described(call: Call, found: PlanBeside) -> str:
+def _described(call: Call, found: Stays) -> str:
     """What stays, for the log."""
     number, num_bytes = len(found.residency.trained), format_bytes(found.residency.num_bytes)
     of = "" if _is_all(call, found) else f" of {number} of {len(call.chain)} layers"

@@ -6,7 +6,7 @@ is what is hidden the least. A parameter of several layers stays for all of them
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
-from roundpipe.planning.planner import PlanArguments, has_plan
+from roundpipe.planning.planner import PlanArguments, has_plan, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import (
     Residency,
@@ -84,15 +84,21 @@ class OptimizerFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanBeside:
-    """A plan, and what stays beside it."""
+class Stays:
+    """What stays, and what a step takes."""
 
-    plan: ExecutePlan
     residency: Residency
-    room: Room
     seconds: float
     """Per step, those of updates among them if ``has_updates``."""
     has_updates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBeside(Stays):
+    """A plan, and what stays beside it."""
+
+    plan: ExecutePlan
+    room: Room
 
 
 class PlansBeside:
@@ -102,6 +108,7 @@ class PlansBeside:
         streamed: the plan without them; its own one where the user has given it.
         budget_bytes: for the plan and what stays.
         is_unasked: whether nobody has asked for weights to stay in training: the host's follow.
+        may_win: whether a plan that is as fast as the fastest could be is of interest; plans are not looked for if not.
     """
 
     def __init__(
@@ -113,9 +120,11 @@ class PlansBeside:
         optimizer: OptimizerFacts,
         *,
         is_unasked: bool,
+        may_win: Callable[[Stays], bool] = lambda stays: True,
     ) -> None:
         self._model, self._call, self._streamed = costs, call, streamed
         self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
+        self._may_win = may_win
         optimizer.rest()  # or what is compared with these plans would be of later measurements
         self._costs = costs.of(call.chain, call.elements(), call.tiles)
         self._trained = call.trained
@@ -200,10 +209,11 @@ class PlansBeside:
             residency = with_weights_home(residency, self._costs)
         there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency)
         predict = self._prediction(residency)
+        has_updates = predict is not None and self._model.chain_of(call) is not None
         plan: ExecutePlan | None = None
         if call.config.execute_plan is not None:
             plan = self._streamed if self._peak_bytes(there) <= left_bytes else None
-        elif left_bytes > 0:
+        elif left_bytes > 0 and self._may_win(Stays(residency, self._least_s(there, left_bytes), has_updates)):
             try:
                 plan = choose_plan(there, **self._arguments(left_bytes), predict=predict, link_bytes_per_s=min(links))
             except DeviceMemoryError:
@@ -211,8 +221,11 @@ class PlansBeside:
         if plan is None:
             return None
         seconds, room = self._seconds(plan, predict, there), self._room(plan, residency)
-        has_updates = predict is not None and self._model.chain_of(call) is not None
-        return PlanBeside(plan, residency, room, seconds, has_updates)
+        return PlanBeside(residency, seconds, has_updates, plan, room)
+
+    def _least_s(self, there: Sequence[LayerCost], left_bytes: int) -> float:
+        """Seconds per step that no plan in so much memory goes below; infinite if none fits."""
+        return least_seconds(there, **self._arguments(left_bytes))
 
     @property
     def _links(self) -> tuple[float, float]:
