@@ -35,7 +35,6 @@ def trained(kind: type[Trainer], folder: Path, precision: str, **options: Any) -
         "rotation": {"devices": ["cuda:0"], "run_config": {"num_microbatch": 1}},
     }
     trainer = make_trainer(kind, llama(), folder, **{**common, **options})
-    trainer.args._n_gpu = 1  # the plain one would split batches over all cards
     trainer.train()
     return trainer
 
