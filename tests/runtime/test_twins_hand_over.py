@@ -1,5 +1,6 @@
 """Between steps on a device the host launches little, and waits only where it reads."""
 
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from roundpipe.runtime.optimizer.hand_over import HandOver
 from roundpipe.runtime.profiling.host_log import HostLog
+from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twin, Twins
@@ -114,6 +116,26 @@ def test_an_update_lets_a_round_that_waits_begin_first(monkeypatch):
         assert lives_there(piped)
         piped.synchronize()
     assert seen[2:-1] == [4, 5, 6]  # each behind a loss of the next round
+
+
+@pytest.mark.parametrize("residency", ["full", "off"])
+def test_gradients_that_stay_on_the_device_need_no_other_thread(residency, monkeypatch):
+    threads, add = [], Download.settle
+    monkeypatch.setattr(
+        Download, "settle", lambda self, *args: (threads.append(threading.current_thread().name), add(self, *args))
+    )
+    model, x = model_of(), batch(5, width=WIDTH)
+    with wrapped(model, residency) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        for step in range(6):
+            if step == 4:
+                assert lives_there(piped) == (residency == "full")
+                piped.synchronize()
+                del threads[:]
+            piped.forward_backward((x,), loss_fn=square_loss)
+            piped.step(lambda: (ours.step(), ours.zero_grad()))
+        piped.synchronize()
+    assert threads and all(name.endswith("gradients") == (residency == "off") for name in threads), threads
 
 
 class Running:
