@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe.core import trees
@@ -56,12 +56,30 @@ class ShapeWorld(ShapeEnv):
         gives_number = _gives_number(orig_expr)
         if gives_number and self.keeps_open:
             raise SizeFixed
-        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        try:
+            answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            taken = None if self.in_glue() else self._taken(orig_expr)
+            if taken is None:
+                raise
+            return taken
         if gives_number:
             self._numbers_given.add(orig_expr)
         if getattr(orig_expr, "free_symbols", None):
             self._note(Noted(_that(orig_expr, answer), gives_number))
         return answer
+
+    def _taken(self, expression: sympy.Basic) -> bool | None:
+        """What an operator is told that compares sizes of which only the data tell some; None: it asks another thing.
+
+        Those of torch before 2.12 ask whether two sizes are equal, and refuse them else, and whether one is 1, to
+        broadcast it. Sizes are taken to be equal and not to be 0 or 1; when the model runs, the operator sees them.
+        """
+        unknown = {symbol for symbol in expression.free_symbols if is_data_dependent(symbol)}
+        if not isinstance(expression, (sympy.Eq, sympy.Ne)) or not unknown <= self.size_like:
+            return None
+        is_small = any(side.is_number and side <= 1 for side in expression.args)
+        return isinstance(expression, sympy.Ne) == is_small
 
     def _note(self, noted: Noted) -> None:
         if self._log is not None:

@@ -201,8 +201,11 @@ def test_a_leaf_that_returns_a_decision_is_never_burned_in() -> None:
 
 
 def test_inputs_without_data() -> None:
+    transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model, inputs = llama(), causal_inputs(2, 8)
+    if transformers.__version__ < "5":  # which asks for the mask's data
+        del inputs["attention_mask"]
     traced = trace(model, (), inputs)
     assert len(leaves_of(traced)) >= 8
 

@@ -285,7 +285,7 @@ def test_compiled_blocks_that_fill_a_cache_are_looked_into_with_a_warning(counte
         block.compile(backend=counter)
     ids = torch.randint(1, 64, (4, 8))
     with pytest.warns(
-        UserWarning, match=r"torch has compiled model\.layers\.0.* stay whole.*modeling_llama.*use_cache = False"
+        UserWarning, match=r"torch has compiled model\.layers\.0.* stay whole.*modeling_\w+.*use_cache = False"
     ):
         pipe = roundpipe.compile(model, example_kwargs={"input_ids": ids}, devices=DEVICES)
     pipe.close()
@@ -311,7 +311,8 @@ def test_compiled_blocks_are_not_taken_apart_for_tiles(counter: Counter) -> None
 
 def test_torch_compiles_as_often_per_worker_as_for_one() -> None:
     """Else it would run what more workers than that call as written: each device is another variant."""
-    before, seen = torch._dynamo.config.recompile_limit, set()
+    kept, seen = torch._dynamo.config.recompile_limit, set()
+    before = torch._dynamo.config.recompile_limit = 7  # before torch 2.12, other tests may have left a larger one
 
     def loss(output: torch.Tensor, label: None) -> torch.Tensor:
         seen.add(torch._dynamo.config.recompile_limit)
@@ -324,7 +325,7 @@ def test_torch_compiles_as_often_per_worker_as_for_one() -> None:
     try:
         assert torch._dynamo.config.recompile_limit in (before, 4 * before)  # the latter before torch 2.12
     finally:
-        torch._dynamo.config.recompile_limit = before
+        torch._dynamo.config.recompile_limit = kept
 
 
 def test_what_is_known_of_a_compiled_function() -> None:
