@@ -66,4 +66,4 @@ def test_gradients_that_another_thread_lets_go_of_are_not_others(others, monkeyp
 def test_gradients_of_weights_that_live_there_are_not_others(others, accumulate):
     """The next round begins while they are there; copies and states are counted before they are."""
     train(4, "full", accumulate=accumulate)
-    assert len(others) > 4 and max(others) < BIAS_BYTES
+    assert len(others) >= 3 and max(others) < BIAS_BYTES  # none is looked for while a thread has yet to let go
