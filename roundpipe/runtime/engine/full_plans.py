@@ -237,7 +237,6 @@ class FullPlans:
                 self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
             return False
 
-        is_given = bool(there) and not self._has_all
         plans = PlansBeside(
             self._costs,
             call,
@@ -245,9 +244,9 @@ class FullPlans:
             budget_bytes,
             self._optimizer,
             is_unasked=is_trained_unasked,
-            may_win=(lambda stays: True) if is_given else may_win,
+            may_win=may_win,
         )
-        if is_given and (found := plans.of_those(there)) is not None:
+        if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return _FullPlan(found)
         for found in self._candidates(call, plans, there):
             limit_s, seconds = self._compared(call, found, before_s())

@@ -100,7 +100,7 @@ class GradientsHome:
             raise
 
     def _is_next(self, step: StepState, job: Job, pending: Download) -> bool:
-        """Whether gradients of a job may be added at once."""
+        """Whether `_add` would wait for nothing."""
         waits = job.num_replicas > 1 or job.index in step.spec.tied_jobs or not step.has_scale
         touched = {parameter for parameter, _, _ in pending.gradients}
         is_first = self._steps.now()[:1] == [step]

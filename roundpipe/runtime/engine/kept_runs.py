@@ -58,7 +58,7 @@ class KeptRuns:
             return None
         there = self._values[microbatch]
         flow, kept = self._spec.flow_of(job), {run.microbatch for run in self.of(job)}
-        names = {name for part in flow.segments for name in part.takes if name in there}
+        names = flow.takes.intersection(there)
         dropped = [there[name].value for name in names.intersection(flow.drops) if microbatch not in kept]
         if not HOST_LIMIT.has_room(sum(map(bytes_of, trees.tensors(dropped)))):
             self._without.add(job.index)

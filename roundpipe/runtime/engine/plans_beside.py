@@ -108,7 +108,8 @@ class PlansBeside:
         streamed: the plan without them; its own one where the user has given it.
         budget_bytes: for the plan and what stays.
         is_unasked: whether nobody has asked for weights to stay in training: the host's follow.
-        may_win: whether a plan that is as fast as the fastest could be is of interest; plans are not looked for if not.
+        may_win: told what a step takes at least, whether the best plan is worth a search; None: it always is, as it is
+            for `of_those`.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PlansBeside:
         optimizer: OptimizerFacts,
         *,
         is_unasked: bool,
-        may_win: Callable[[Stays], bool] = lambda stays: True,
+        may_win: Callable[[Stays], bool] | None = None,
     ) -> None:
         self._model, self._call, self._streamed = costs, call, streamed
         self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
@@ -132,7 +133,8 @@ class PlansBeside:
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
         optimizer_bytes = self._optimizer.device_bytes(self._parameters(self._trained))
-        return self._plan(full_residency(self._costs, optimizer_bytes, adds_up=self._optimizer.adds_up))
+        residency = full_residency(self._costs, optimizer_bytes, adds_up=self._optimizer.adds_up)
+        return self._plan(residency, self._may_win)
 
     def of_those(self, there: Collection[int]) -> PlanBeside | None:
         """The layers stay that have certain parameters, given by their identities; None: there is no plan, or others.
@@ -142,7 +144,7 @@ class PlansBeside:
         layers = [index for index, each in self._trained.items() if all(id(one) in there for one in each)]
         if {id(one) for one in self._parameters(layers)} != set(there):
             return None
-        return self._of(layers)
+        return self._plan(self._residency(layers))
 
     def seconds(self, found: PlanBeside) -> float:
         """What a plan takes that was found before, by what is known now."""
@@ -157,7 +159,7 @@ class PlansBeside:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._fits(self._first(middle)) else (low, middle - 1)
         for number in dict.fromkeys(low * eighths // 8 for eighths in EIGHTHS):
-            if number and (found := self._of(self._first(number))) is not None:
+            if number and (found := self._plan(self._residency(self._first(number)), self._may_win)) is not None:
                 yield found
 
     def _first(self, number: int) -> list[int]:
@@ -172,9 +174,6 @@ class PlansBeside:
     def _residency(self, layers: Sequence[int]) -> Residency:
         optimizer_bytes = self._optimizer.device_bytes(self._parameters(layers))
         return trained_residency(self._costs, layers, optimizer_bytes, adds_up=self._optimizer.adds_up)
-
-    def _of(self, layers: Sequence[int]) -> PlanBeside | None:
-        return self._plan(self._residency(layers))
 
     def _arguments(self, left_bytes: int) -> PlanArguments:
         return PlanArguments(
@@ -203,7 +202,7 @@ class PlansBeside:
         number, grain = self._call.num_microbatches, self._call.config.recompute_grain
         return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
 
-    def _plan(self, residency: Residency) -> PlanBeside | None:
+    def _plan(self, residency: Residency, may_win: Callable[[Stays], bool] | None = None) -> PlanBeside | None:
         call, links = self._call, self._links
         if self._is_unasked:
             residency = with_weights_home(residency, self._costs)
@@ -213,19 +212,18 @@ class PlansBeside:
         plan: ExecutePlan | None = None
         if call.config.execute_plan is not None:
             plan = self._streamed if self._peak_bytes(there) <= left_bytes else None
-        elif left_bytes > 0 and self._may_win(Stays(residency, self._least_s(there, left_bytes), has_updates)):
+        elif left_bytes > 0:
+            arguments = self._arguments(left_bytes)
+            if may_win and not may_win(Stays(residency, least_seconds(there, **arguments), has_updates)):
+                return None
             try:
-                plan = choose_plan(there, **self._arguments(left_bytes), predict=predict, link_bytes_per_s=min(links))
+                plan = choose_plan(there, **arguments, predict=predict, link_bytes_per_s=min(links))
             except DeviceMemoryError:
                 plan = None
         if plan is None:
             return None
         seconds, room = self._seconds(plan, predict, there), self._room(plan, residency)
         return PlanBeside(residency, seconds, has_updates, plan, room)
-
-    def _least_s(self, there: Sequence[LayerCost], left_bytes: int) -> float:
-        """Seconds per step that no plan in so much memory goes below; infinite if none fits."""
-        return least_seconds(there, **self._arguments(left_bytes))
 
     @property
     def _links(self) -> tuple[float, float]:

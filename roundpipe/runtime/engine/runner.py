@@ -254,7 +254,7 @@ class MicrobatchRunner:
         """
         segments = by_layer(job, step.spec.chain.specs)
         read = {name for segment in segments for name in segment.takes}
-        if read.issubset(name for segment in step.spec.flow_of(job).segments for name in segment.takes):
+        if read <= step.spec.flow_of(job).takes:
             return segments, values
         record = step.forward.entries(job.layers, microbatch)
         made: dict[str, HostValue] = {}

@@ -192,6 +192,11 @@ class JobFlow:
     """The job of the last stage that makes a value it takes, or that ran one of its layers forward and so left the
     buffers for its recomputation, or one that shares that stage; None: all were there before."""
 
+    @property
+    def takes(self) -> set[str]:
+        """Names that its segments take, which stay until it is through."""
+        return {name for segment in self.segments for name in segment.takes}
+
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:

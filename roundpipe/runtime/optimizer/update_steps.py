@@ -113,10 +113,12 @@ class UpdateSteps(UnaskedSteps):
         """
         if self._twins is None or not self._twins.are_apart:
             return
-        if waiting := [step for step in self._steps.running() if step not in steps]:
-            begins = lambda: waiting[0].is_under_way  # noqa: E731
-            with self.log.doing("waits", "wait for the next round to begin"):
-                self._gates.board.wait(begins, "the optimizer's thread", "the next round's forward", MOST_WAIT_S)
+        following = next((step for step in self._steps.running() if step not in steps), None)
+        if following is None:
+            return
+        begins = lambda: following.is_under_way  # noqa: E731
+        with self.log.doing("waits", "wait for the next round to begin"):
+            self._gates.board.wait(begins, "the optimizer's thread", "the next round's forward", MOST_WAIT_S)
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():
