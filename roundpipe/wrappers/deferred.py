@@ -29,7 +29,7 @@ from roundpipe.runtime.engine.host_values import HostGradients, HostValue
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
-from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.runtime.weights.frozen_layers import FrozenLayers
 from roundpipe.wrappers.recovery import LateShortage, run_step
 from roundpipe.wrappers.session import Session
 
@@ -154,7 +154,7 @@ def run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any]
         }
         if outputs:
             num_tensors = {(m, name): len(trees.tensors(carries[m][name])) for m, name, _ in outputs}
-            frozen = FrozenLayers.of(call.chain)
+            frozen = builder.freeze(call.chain)
             backward = DeferredBackward(session, builder, call, step, frozen, list(outputs), num_tensors)
             _join(backward, outputs, carries)
     if config.output_device.type != "cpu":

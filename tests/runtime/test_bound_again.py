@@ -8,7 +8,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.runtime.weights.module_copy import ModuleCopy
-from roundpipe.runtime.weights.replica import FrozenLayers, Replica
+from roundpipe.runtime.weights.replica import Replica
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
 RESIDENCIES = ("off", "full")
@@ -222,13 +222,3 @@ def test_a_change_after_many_visits_without_one(change, of_copy, monkeypatch):
         assert state["child_too"] is before["child_too"]
         assert replica.module.child._forward_hooks is layer.child._forward_hooks
     assert not replica.changed_attributes()
-
-
-def test_modules_as_they_were_share_what_they_share():
-    """Torch compiles code anew where two attributes were one object, and are two."""
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    model[0].active = model[1].active = ["default"]
-    model[0].own, model[1].own = ["default"], ["default"]
-    first, second = map(FrozenLayers.of(model).attributes_of, model)
-    assert first["active"] is second["active"] is not model[0].active
-    assert first["own"] is not second["own"]

@@ -43,9 +43,9 @@ from roundpipe.runtime.engine.spec import (
 from roundpipe.runtime.engine.stays import KeptStays, stays_of
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
+from roundpipe.runtime.weights.frozen_layers import FrozenLayers, LatestFrozenLayers
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.replica import FrozenLayers
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class StepBuilder:
         self.last_allocator_bytes = 0
         self._num_returns = 0
         """How often weights came home from the device because others are trained."""
+        self._frozen: weakref.WeakKeyDictionary[LayerChain, LatestFrozenLayers] = weakref.WeakKeyDictionary()
         self._stays: weakref.WeakKeyDictionary[LayerChain, KeptStays] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
@@ -233,8 +234,16 @@ class StepBuilder:
             counted=call.counted,
             tiles=call.tiles,
             tied_jobs=self._tied(chain, schedule),
+            latest_frozen=self._latest_frozen(chain),
         )
         return spec, values
+
+    def freeze(self, chain: LayerChain) -> FrozenLayers:
+        """The user's modules as they are now."""
+        return self._latest_frozen(chain).of(chain)
+
+    def _latest_frozen(self, chain: LayerChain) -> LatestFrozenLayers:
+        return self._frozen.setdefault(chain, LatestFrozenLayers())
 
     def has_plan(self, call: Call) -> bool:
         """Whether a call has a plan, or one fits it, which it then has."""

@@ -33,8 +33,8 @@ from roundpipe.runtime.engine.losses import CountedTerms, Mean, OwnMean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
+from roundpipe.runtime.weights.frozen_layers import FrozenLayers, LatestFrozenLayers
 from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.runtime.weights.residents import Stay
 
 LABEL = "the label"
@@ -273,6 +273,8 @@ class StepSpec:
     """The most that weights which stay on a device may take there, those of other steps included; None: no limit."""
     frozen: FrozenLayers | None = None
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
+    latest_frozen: LatestFrozenLayers = field(default_factory=LatestFrozenLayers)
+    """Freezes the chain once the call may return."""
     check_finite: bool = False
     """See `RoundPipeRunConfig`."""
     times: StepTimes | None = None

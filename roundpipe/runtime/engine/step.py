@@ -30,7 +30,6 @@ from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.download import Download
-from roundpipe.runtime.weights.replica import FrozenLayers
 
 
 class Cancelled(Exception):
@@ -283,9 +282,8 @@ class StepState:
         with self.board.lock:
             originals = {value: name for _, name, value in self._arguments()}
         copies = {value: HostValue(cloned(name, value.value), value.events) for value, name in originals.items()}
-        backward = {i for job in self.spec.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
         with self.modules_lock:
-            self.frozen = FrozenLayers.of(self.spec.weights[index].layer for index in sorted(backward))
+            self.frozen = self.spec.latest_frozen.of(self.spec.chain)
         with self.board.lock:
             for values, name, value in self._arguments():
                 values[name] = copies[value]

@@ -79,12 +79,15 @@ class LayerWeights:
 
     @property
     def may_write_unseen(self) -> bool:
-        """Whether a forward may write buffers without a change of version on a way that it has not gone so far."""
+        """Whether a forward may write buffers without a change of version on a way that it has not gone so far.
+
+        Modules write buffers of their own and of those inside them; what adapters do to weights is no matter.
+        """
         return any(module.training or not _has_statistics(module) for module in self._writers)
 
     @functools.cached_property
     def _writers(self) -> list[nn.Module]:
-        return [module for module in self.modules if _has_statistics(module) or _writes_data(type(module))]
+        return [module for module in self.modules if _has_statistics(module) or _writes_buffers(module)]
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
@@ -288,5 +291,6 @@ def _has_statistics(module: nn.Module) -> bool:
     return hasattr(module, "track_running_stats")
 
 
-def _writes_data(kind: type) -> bool:
-    return any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for _, code in codes_of(kind))
+def _writes_buffers(module: nn.Module) -> bool:
+    writes_data = any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for _, code in codes_of(type(module)))
+    return writes_data and any(each._buffers for each in module.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
 from typing import Any, Protocol
@@ -115,6 +115,11 @@ class ModuleCopy:
         return redirected
 
     @property
+    def containers(self) -> tuple[str, ...]:
+        """Names of attributes that may be filled in place."""
+        return self._containers
+
+    @property
     def points(self) -> bool:
         """Whether an attribute may point into the tree, filled containers aside."""
         return bool(self._open)
@@ -180,23 +185,61 @@ class ModuleCopy:
             return False
 
 
-class Attributes:
-    """The attributes of some modules as they are now, compared all at once with what they are later."""
+class ContainedItems:
+    """What is in some containers now, and in those within them, compared with what is in them later."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, containers: Iterable[Any]) -> None:
+        known: set[int] = set()
+        self._empty: list[Any] = []
+        self._dicts: list[Any] = []
+        self._others: list[Any] = []
+        inner = [*containers]
+        while inner:
+            new = {id(each): each for each in inner if id(each) not in known}
+            known.update(new)
+            for each in new.values():
+                of_its_kind = self._dicts if isinstance(each, dict) else self._others
+                (of_its_kind if each else self._empty).append(each)
+            items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in new.values())
+            inner = [item for item in items if type(item) in _NESTED]
+        self._lengths = [*map(len, chain(self._dicts, self._others))]
+        self._items = [*self]
+
+    def __iter__(self) -> Iterator[Any]:
+        """All that is in them now."""
+        return chain(chain.from_iterable(map(_VALUES, self._dicts)), chain.from_iterable(self._others))
+
+    def are_same(self) -> bool:
+        return (
+            not any(self._empty)
+            and [*map(len, chain(self._dicts, self._others))] == self._lengths
+            and all(map(is_, self, self._items))
+        )
+
+
+class Attributes:
+    """The attributes of some modules as they are now, compared all at once with what they are later.
+
+    So is what is in those of certain types of ``containers``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], containers: Collection[type] = _REDIRECTED) -> None:
         self._dicts = [module.__dict__ for module in modules]
         self._lengths = [*map(len, self._dicts)]
         self._names = [*chain.from_iterable(self._dicts)]
         self._values = [*chain.from_iterable(map(_VALUES, self._dicts))]
         own = {id(attributes[name]) for attributes in self._dicts for name in OWN if name in attributes}
-        containers = [each for each in self._values if type(each) in _REDIRECTED and id(each) not in own]
-        self._empty = [each for each in containers if not each]
-        self._filled = [(each, _items(each)) for each in containers if each]
+        self._contents = ContainedItems(each for each in self._values if type(each) in containers and id(each) not in own)
 
     @property
     def may_point(self) -> bool:
         """Whether a container among them holds what may point into a tree."""
-        return any(isinstance(item, torch.Tensor) or callable(item) for _, items in self._filled for item in items)
+        return any(isinstance(item, torch.Tensor) or callable(item) for item in self._contents)
+
+    @property
+    def hold_tensors(self) -> bool:
+        """Whether a tensor is among them or in a container."""
+        return any(isinstance(value, torch.Tensor) for value in chain(self._values, self._contents))
 
     def are_same(self) -> bool:
         """Whether all are the same objects under the same names, and containers have in them what they had."""
@@ -204,21 +247,8 @@ class Attributes:
             [*map(len, self._dicts)] == self._lengths
             and all(map(is_, chain.from_iterable(map(_VALUES, self._dicts)), self._values))
             and [*chain.from_iterable(self._dicts)] == self._names
-            and not any(self._empty)
-            and all(
-                len(items := _items(each)) == len(held) and all(map(is_, items, held)) for each, held in self._filled
-            )
+            and self._contents.are_same()
         )
-
-
-def _items(container: Any) -> list[Any]:
-    """What a container holds, and what the containers in it hold that `redirect` looks into."""
-    items = [*(container.values() if type(container) is dict else container)]
-    if not _PLAIN.issuperset(map(type, items)):
-        for item in items[:]:
-            if type(item) in _NESTED:
-                items += _items(item)
-    return items
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

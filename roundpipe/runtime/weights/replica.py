@@ -11,53 +11,39 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
+from roundpipe.core.module_tree import structure_message
+from roundpipe.runtime.weights.frozen_layers import FrozenLayers
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
-from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, Attributes, ModuleCopy, Tensors
+from roundpipe.runtime.weights.module_copy import Attributes, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
 from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
 
 
 @dataclass(slots=True)
-class FrozenLayers:
-    """Modules of the user's as they were at one moment: attributes, and which parameters were trained."""
+class _Refreshed:
+    """What a refresh has left of a replica: the next one, if it is by the same attributes, has only to compare."""
 
-    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    trained: set[nn.Parameter] = field(default_factory=set)
+    source: Attributes | FrozenLayers
+    """What it went by; attributes are those of the user's modules."""
+    copies: Attributes
+    containers: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Of the copies: states, and what is filled in place of each, which are its own of frozen layers."""
 
-    @classmethod
-    def of(cls, layers: Iterable[nn.Module]) -> Self:
-        frozen = cls()
-        copies: dict[int, Any] = {}
+    def is_of(self, frozen: FrozenLayers | None) -> bool:
+        """Whether what to go by is as it was."""
+        return self.source is frozen if isinstance(self.source, FrozenLayers) else self.source.are_same()
 
-        def copied(value: Any) -> Any:
-            """One copy for all modules that share a container."""
-            if not value:
-                return type(value)()
-            return copies.get(id(value)) or copies.setdefault(id(value), value.copy())
-
-        for layer in layers:
-            for module in modules_in(layer):
-                frozen.attributes[module] = {
-                    name: copied(value) if type(value) in CHANGED_IN_PLACE else value
-                    for name, value in module.__dict__.items()
-                }
-            frozen.trained.update(parameter for parameter in parameters_in(layer) if parameter.requires_grad)
-        return frozen
-
-    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
-        """The attributes of a module; `ConfigError` if it was not in the model at that moment."""
-        if (attributes := self.attributes.get(module)) is None:
-            raise ConfigError(structure_message(module))
-        return attributes
+    def give_containers(self) -> None:
+        for state, containers in self.containers:
+            state.update(containers)
 
 
 class Replica:
@@ -78,13 +64,14 @@ class Replica:
             if not isinstance(original, torch.jit.ScriptModule)
         ]
         self._redirected: list[tuple[dict[str, Any], str]] = []
-        self._noted: tuple[Attributes, Attributes] | None = None
-        """The attributes of the originals at the last `refresh`, and of the copies after it, if they may be the same
-        the next time."""
+        self._sources: dict[bool, FrozenLayers | None] = {}
+        """What the latest refreshes went by, of frozen layers and of those of now (None)."""
+        self._noted: dict[bool, _Refreshed] = {}
+        """By whether layers were frozen, what the latest refresh has left, where the next may be the same."""
+        self._latest: _Refreshed | None = None
+        """What the copies are as."""
         self._has_run = False
         """Whether the copies may have attributes that `changed_attributes` has not seen."""
-        self._has_those_of_now = False
-        """Whether the last `refresh` took over what the originals had then."""
         self._counterparts: Counterparts | None = None
 
     def _copy(self, original: nn.Module) -> nn.Module:
@@ -127,9 +114,13 @@ class Replica:
         for script in self._scripts:
             self._twins[id(script)].train(script.training)
         has_run, self._has_run = self._has_run, True
-        if frozen is None and self._noted is not None:
-            originals, copies = self._noted
-            if originals.are_same() and (not has_run or copies.are_same()):
+        is_frozen, latest = frozen is not None, self._latest
+        noted = self._noted.get(is_frozen)
+        if noted is not None and noted.is_of(frozen):
+            if is_other := noted is not latest:
+                noted.give_containers()
+            self._latest = noted
+            if not (has_run or is_other) or noted.copies.are_same():
                 return
         for original, twin, copied in self._copies:
             attributes = original.__dict__ if frozen is None else frozen.attributes_of(original)
@@ -137,14 +128,22 @@ class Replica:
             names = copied.take_over(attributes, state, self._twins, tensors, self._device)
             if names:
                 self._redirected += [(state, name) for name in names]
-        self._noted = self._note() if frozen is None and self._has_those_of_now else None
-        self._has_those_of_now = frozen is None
+        is_again = is_frozen in self._sources and self._sources[is_frozen] is frozen
+        self._sources[is_frozen] = frozen
+        self._noted.pop(is_frozen, None)
+        self._latest = self._note(frozen) if is_again else None
+        if self._latest is not None:
+            self._noted[is_frozen] = self._latest
 
-    def _note(self) -> tuple[Attributes, Attributes] | None:
+    def _note(self, frozen: FrozenLayers | None) -> _Refreshed | None:
         if self._redirected or any(copied.points for _, _, copied in self._copies):
             return None
-        noted = Attributes(original for original, _, _ in self._copies), Attributes(twin for _, twin, _ in self._copies)
-        return None if any(each.may_point for each in noted) else noted
+        copies = Attributes(twin for _, twin, _ in self._copies)
+        source = Attributes(original for original, _, _ in self._copies) if frozen is None else frozen
+        if copies.may_point or (isinstance(source, Attributes) and source.may_point):
+            return None
+        states = [(twin.__dict__, copied.containers) for _, twin, copied in self._copies if copied.containers]
+        return _Refreshed(source, copies, [(state, {name: state[name] for name in names}) for state, names in states])
 
     def drop_tensors(self) -> None:
         """Drop the device tensors that attributes point to, until the next `refresh`."""
@@ -154,7 +153,7 @@ class Replica:
 
     def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
-        if self._noted is not None and self._noted[1].are_same():
+        if self._latest is not None and self._latest.copies.are_same():
             self._has_run = False
             return []
         return [

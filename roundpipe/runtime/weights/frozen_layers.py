@@ -1,0 +1,76 @@
+"""The user's modules as they were at one moment, for what runs of a step once the caller may change them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
+from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, OWN, Attributes, ContainedItems
+
+
+class FrozenLayers:
+    """Attributes of some layers' modules, and which parameters were trained."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._modules = [module for layer in layers for module in modules_in(layer)]
+        self._parameters = [parameter for layer in layers for parameter in parameters_in(layer)]
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        pairs = zip(self._parameters, self._requires_grad, strict=True)
+        self.trained = {parameter for parameter, is_trained in pairs if is_trained}
+        self._copies: dict[int, Any] = {}
+        self._attributes = {
+            module: {
+                name: self._copied(value) if type(value) in CHANGED_IN_PLACE and name not in OWN else value
+                for name, value in module.__dict__.items()
+            }
+            for module in self._modules
+        }
+        self._compared: tuple[Attributes, ContainedItems] | None = None
+        originals = Attributes(self._modules, CHANGED_IN_PLACE)
+        if not originals.hold_tensors:  # which nobody expects to be kept beyond the step
+            self._compared = originals, ContainedItems(self._copies.values())
+
+    def _copied(self, value: Any) -> Any:
+        """One copy for all modules that share a container."""
+        if (copied := self._copies.get(id(value))) is None:
+            copied = self._copies[id(value)] = value.copy()
+        return copied
+
+    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+        """The attributes of a module; `ConfigError` if it was not in the model at that moment."""
+        if (attributes := self._attributes.get(module)) is None:
+            raise ConfigError(structure_message(module))
+        return attributes
+
+    def are_same(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these layers would be frozen to the same now, and nothing has changed this."""
+        return (
+            self._compared is not None
+            and [module for layer in layers for module in modules_in(layer)] == self._modules
+            and all(each.are_same() for each in self._compared)
+            and list(map(id, [parameter for layer in layers for parameter in parameters_in(layer)]))
+            == list(map(id, self._parameters))
+            and [parameter.requires_grad for parameter in self._parameters] == self._requires_grad
+        )
+
+
+class LatestFrozenLayers:
+    """Freezes layers, and gives the same object again as long as nothing about them has changed.
+
+    A replica that took it over need not look at each module again. And Python's garbage collection is not called by
+    thousands of containers that come and go with each step: it would look at all that the process holds.
+    """
+
+    def __init__(self) -> None:
+        self._latest: FrozenLayers | None = None
+
+    def of(self, layers: Iterable[nn.Module]) -> FrozenLayers:
+        """The layers as they are now."""
+        layers = list(layers)
+        if self._latest is None or not self._latest.are_same(layers):
+            self._latest = FrozenLayers(layers)
+        return self._latest
