@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.module_tree import buffers_in, modules_in, parameters_at, parameters_in
+from roundpipe.core.module_tree import buffers_in, is_in_torchs_order, modules_in, parameters_at, parameters_in
 
 _TABLES = operator.itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _FORM = operator.attrgetter("shape", "dtype", "requires_grad")
 _VALUES = operator.methodcaller("values")
 _TRAINING = operator.itemgetter("training")
-_OF_TORCH = nn.Module.named_modules, nn.Module.modules, nn.Module.named_parameters, nn.Module.named_buffers
+_OF_TORCH = nn.Module.named_parameters, nn.Module.named_buffers
 
 
 class Inventory:
@@ -113,9 +113,9 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module's tables and mode are torch's own, which tell everything, and its class walks as torch does."""
     tables = [module.__dict__.get(name) for name in ("_modules", "_parameters", "_buffers")]
     kind = type(module)
-    walks = kind.named_modules, kind.modules, kind.named_parameters, kind.named_buffers
+    walks_as_torch = is_in_torchs_order(kind) and (kind.named_parameters, kind.named_buffers) == _OF_TORCH
     has_own = "training" in module.__dict__  # one that torch has compiled asks another
-    return has_own and all(type(table) in (dict, OrderedDict) for table in tables) and walks == _OF_TORCH
+    return has_own and all(type(table) in (dict, OrderedDict) for table in tables) and walks_as_torch
 
 
 def kept(root: nn.Module) -> Callable[[], Inventory]:

@@ -18,6 +18,10 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _TORCHS_OWN = nn.Module.named_modules, nn.Module.modules
 
 
+class Renaming(nn.Module):
+    """Gives modules other names than those by which it has them, in torch's order."""
+
+
 _WALKS: ContextVar[dict[nn.Module, list[nn.Module]] | None] = ContextVar("walks", default=None)
 """Of the innermost `walked_once`."""
 
@@ -54,7 +58,8 @@ def _walk(module: nn.Module) -> list[nn.Module]:
                 break
         else:
             ways.pop()
-    return list(found) if _walks_as_torch(found) else list(module.modules())
+    kinds: set[type[nn.Module]] = set(map(type, found))
+    return list(found) if all(map(is_in_torchs_order, kinds)) else list(module.modules())
 
 
 def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
@@ -72,7 +77,7 @@ def named_modules_in(module: nn.Module) -> dict[str, nn.Module]:
                 break
         else:
             ways.pop()
-    if not _walks_as_torch(found):
+    if not _all_walk_as_torch(found):
         return dict(module.named_modules())
     return dict(zip(found.values(), found, strict=True))
 
@@ -83,15 +88,24 @@ def places_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
     num_children = sum(
         child is not None for inner in named.values() if (below := inner._modules) for child in below.values()
     )
-    if num_children + 1 == len(named) and _walks_as_torch(named.values()):
+    if num_children + 1 == len(named) and _all_walk_as_torch(named.values()):
         return list(named.items())
     return list(module.named_modules(remove_duplicate=False))
 
 
-def _walks_as_torch(modules: Iterable[nn.Module]) -> bool:
-    """Whether no class among some modules' has an order of its own."""
+def is_in_torchs_order(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class walk their trees as torch's own do; names may be others."""
+    return issubclass(kind, Renaming) or _walks_as_torch(kind)
+
+
+def _walks_as_torch(kind: type[nn.Module]) -> bool:
+    return (kind.named_modules, kind.modules) == _TORCHS_OWN
+
+
+def _all_walk_as_torch(modules: Iterable[nn.Module]) -> bool:
+    """Whether no class among some modules' has an order or names of its own."""
     kinds: set[type[nn.Module]] = set(map(type, modules))
-    return all((kind.named_modules, kind.modules) == _TORCHS_OWN for kind in kinds)
+    return all(map(_walks_as_torch, kinds))
 
 
 def parameters_in(module: nn.Module) -> list[nn.Parameter]:

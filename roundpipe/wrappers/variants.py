@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import nn
 
 from roundpipe.core.layers import Carry, Glue, LayerChain, LayerCost, LayerSpec, MakesGlue, OwnLoss, Tail
+from roundpipe.core.module_tree import Renaming
 from roundpipe.core.shared_weights import shared_weights
 from roundpipe.runtime.engine.spec import Call
 
@@ -164,7 +165,7 @@ class JointChains:
             )
 
 
-class JointLayer(nn.Module):
+class JointLayer(Renaming):
     """Layers of each chain; modules have the names that they have in their own layer."""
 
     def __init__(self, parts: Sequence[Sequence[nn.Module]], makes: Sequence[str], glue: Mapping[str, str]) -> None:

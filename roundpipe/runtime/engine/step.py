@@ -282,8 +282,9 @@ class StepState:
         with self.board.lock:
             originals = {value: name for _, name, value in self._arguments()}
         copies = {value: HostValue(cloned(name, value.value), value.events) for value, name in originals.items()}
-        with self.modules_lock:
-            self.frozen = self.spec.latest_frozen.of(self.spec.chain)
+        if any(job.phase is Phase.BACKWARD for job in self.spec.schedule.jobs):
+            with self.modules_lock:
+                self.frozen = self.spec.latest_frozen.of(self.spec.chain)
         with self.board.lock:
             for values, name, value in self._arguments():
                 values[name] = copies[value]

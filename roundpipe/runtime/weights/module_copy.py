@@ -229,7 +229,8 @@ class Attributes:
         self._names = [*chain.from_iterable(self._dicts)]
         self._values = [*chain.from_iterable(map(_VALUES, self._dicts))]
         own = {id(attributes[name]) for attributes in self._dicts for name in OWN if name in attributes}
-        self._contents = ContainedItems(each for each in self._values if type(each) in containers and id(each) not in own)
+        others = (each for each in self._values if id(each) not in own)
+        self._contents = ContainedItems(each for each in others if type(each) in containers)
 
     @property
     def may_point(self) -> bool:
