@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from roundpipe.core.inventory import Inventory, kept, of_children
-from roundpipe.core.module_tree import buffers_in, modules_in, parameters_at, parameters_in
+from roundpipe.core.module_tree import Renaming, buffers_in, modules_in, parameters_at, parameters_in
 
 
 def _model() -> Any:
@@ -23,6 +23,22 @@ def _model() -> Any:
     )
     model[3].weight = model[0].weight
     return model
+
+
+class _Nameless(Renaming):
+    """What it holds has the names that it would have without it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        memo.add(self)
+        yield prefix, self
+        yield from self.inner.named_modules(memo, prefix, remove_duplicate)
 
 
 def _move_first(tables: Any, name: str) -> None:
@@ -99,6 +115,18 @@ def test_what_walks_in_its_own_way_is_walked_each_time() -> None:
     scripted: Any = torch.jit.script(nn.Linear(2, 2))
     known = Inventory([nn.Sequential(scripted)])
     assert not known.is_current() and known.modes() == [True, True]
+
+
+def test_what_only_gives_other_names_is_known_like_others() -> None:
+    model = nn.Sequential(_Nameless(_model()))
+    known = Inventory([model])
+    assert known.is_current() and known.now() is known
+    assert [name for name, _ in known.named_parameters][:2] == ["0.0.weight", "0.0.bias"]
+    assert known.modules == list(model.modules())
+    assert list(map(id, known.parameters[0])) == list(map(id, model.parameters()))
+    model[0].inner[2].add_module("more", nn.Linear(2, 2))  # type: ignore[union-attr, operator, index]
+    assert not known.is_current()
+    assert known.now().modules == list(model.modules())
 
 
 def test_children_are_known_as_long_as_their_owner() -> None:
