@@ -133,6 +133,7 @@ def test_rows_of_decoders_are_those_that_were_measured() -> None:
         ("rows_h100", "1.5b-24-16x4x2048-x2", "auto"),
         ("rows_h100", "8.0b-all-8x4x2048-x2", "auto"),
         ("rows_h100", "qwen3-8b-lora-24-4x1x4096", "auto"),
+        ("rows_h100", "qwen3-8b-lora-all-4x1x4096", "auto"),
     ]
     _, _, rest = (DOCS / "comparison.md").read_text().partition("`residency` as below |")
     rows = [line.split("|")[3:6] for line in rest.partition("\n\n")[0].splitlines()[2:]]
