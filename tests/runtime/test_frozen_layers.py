@@ -20,7 +20,7 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.child = nn.Linear(2, 2)
-        self.scale, self.names, self.seen = 1.0, ["default"], []
+        self.scale, self.names, self.seen, self.scales = 1.0, ["default"], [], {"default": 2.0}
         self.options = {"map": {"": [1]}}
         self.options["itself"] = self.options
 
@@ -29,6 +29,7 @@ CHANGES = {
     "value": lambda layer: setattr(layer, "scale", 2.0),
     "filled": lambda layer: layer.seen.append(1),
     "other item": lambda layer: layer.names.__setitem__(0, "other"),
+    "other key": lambda layer: layer.scales.update(other=layer.scales.pop("default")),
     "filled within": lambda layer: layer.options["map"][""].append(2),
     "hook": lambda layer: layer.child.register_forward_hook(print),
     "mode": lambda layer: layer.child.eval(),

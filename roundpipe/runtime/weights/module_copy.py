@@ -203,10 +203,11 @@ class ContainedItems:
             items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in new.values())
             inner = [item for item in items if type(item) in _NESTED]
         self._lengths = [*map(len, chain(self._dicts, self._others))]
+        self._keys = [*chain.from_iterable(self._dicts)]
         self._items = [*self]
 
     def __iter__(self) -> Iterator[Any]:
-        """All that is in them now."""
+        """All that is in them now, but for keys."""
         return chain(chain.from_iterable(map(_VALUES, self._dicts)), chain.from_iterable(self._others))
 
     def are_same(self) -> bool:
@@ -214,6 +215,7 @@ class ContainedItems:
             not any(self._empty)
             and [*map(len, chain(self._dicts, self._others))] == self._lengths
             and all(map(is_, self, self._items))
+            and all(map(is_, chain.from_iterable(self._dicts), self._keys))
         )
 
 
