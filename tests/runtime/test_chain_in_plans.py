@@ -16,7 +16,8 @@ from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import resolve
-from roundpipe.runtime.engine.chain_record import MOST_LOOKS, KeptPlan
+from roundpipe.runtime.engine import plan_choice
+from roundpipe.runtime.engine.chain_record import BUDGET_CHANGE, MOST_LOOKS, KeptPlan
 from roundpipe.runtime.engine.plan_choice import REPLAN_GAIN, PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.meter import MeterReading, visit_seconds
@@ -157,3 +158,24 @@ def test_a_run_with_a_slow_optimizer_is_planned_with_it():
         assert builder.plans.costs.chain_of(call).update_s >= 0.1
         predicted_s = builder.plans.seconds(call, call.tiles)(builder.last_plan)
     assert predicted_s >= 0.1 and predicted_s < inf
+
+
+def test_memory_that_comes_and_goes_is_planned_for_once(monkeypatch):
+    """Others take some of a device, less than plans leave over, and give it back: there is no search."""
+    asked, choose_for = [], plan_choice.choose_for
+    monkeypatch.setattr(plan_choice, "choose_for", lambda *given: asked.append(given) or choose_for(*given))
+    call = call_of(residency="off")
+    plans = chooser(call, budget_bytes=BUDGET_BYTES)
+    first = plans.streaming(call)
+    spare_bytes = BUDGET_BYTES - plans.needed_bytes(call, first)
+    assert spare_bytes > BUDGET_CHANGE * BUDGET_BYTES
+    for taken_bytes in (spare_bytes, 0, spare_bytes - 1, 0):
+        plans.set_budgets([BUDGET_BYTES - taken_bytes])
+        assert plans.streaming(call) == first
+    assert len(asked) == 1
+    plans.set_budgets([BUDGET_BYTES - spare_bytes - BUDGET_BYTES // 10])
+    assert plans.needed_bytes(call, plans.streaming(call)) <= BUDGET_BYTES - spare_bytes - BUDGET_BYTES // 10
+    plans.set_budgets([BUDGET_BYTES])
+    assert plans.streaming(call) == first and len(asked) == 2
+    plans.set_budgets([10 * BUDGET_BYTES])
+    assert plans.streaming(call) != first and len(asked) == 3

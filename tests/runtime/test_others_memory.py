@@ -9,8 +9,10 @@ import torch
 import roundpipe
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.engine import pace, worker
-from tests.runtime.models import batch, config, mlp, square_loss
+from roundpipe.runtime.engine import full_plans, pace, worker
+from tests.runtime import cases_twins
+from tests.runtime.models import DTYPE, batch, config, mlp, square_loss
+from tests.runtime.test_some_layers_stay import number_there
 
 WIDTH = 8
 BIAS_BYTES = 8 * WIDTH
@@ -77,3 +79,24 @@ def test_gradients_of_weights_that_live_there_are_not_others(others, accumulate)
     """The next round begins while they are there; copies and states are counted before they are."""
     train(4, "full", accumulate=accumulate, settles=True)
     assert len(others) > 4 and max(others) < BIAS_BYTES
+
+
+def test_layers_stay_while_others_take_what_is_left_over_and_give_it_back(monkeypatch):
+    """Without another look at what fits; if they take more, some go."""
+    chosen, choose = [], full_plans.FullPlans._choose  # nothing else tells that it was looked for
+    monkeypatch.setattr(full_plans.FullPlans, "_choose", lambda self, *given: chosen.append(1) or choose(self, *given))
+    torch.manual_seed(4)
+    with cases_twins.wrapped(mlp(8, cases_twins.WIDTH).to(DTYPE), "full", memory_bytes=60_000) as piped:
+        ours = cases_twins.optimizer_of(piped, cases_twins.OPTIMIZERS["AdamW"])
+
+        def there(taken_bytes=0):
+            monkeypatch.setattr(CpuBackend, "take_budget", lambda backend: 60_000 - taken_bytes)
+            piped.forward_backward((batch(4, width=cases_twins.WIDTH),), loss_fn=square_loss)
+            piped.step(lambda: (ours.step(), ours.zero_grad()))
+            return number_there(piped)
+
+        assert [there() for _ in range(3)] == [0, 16, 16]
+        number = len(chosen)
+        assert [there(taken_bytes) for taken_bytes in (3_000, 0, 10_000, 2_000, 0)] == [16] * 5
+        assert len(chosen) == number
+        assert 0 < there(30_000) < 16 and len(chosen) > number

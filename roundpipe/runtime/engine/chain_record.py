@@ -26,6 +26,20 @@ UPDATES_CHANGE, MOST_LOOKS = 0.25, 2
 it is first known, and once more."""
 
 
+BUDGET_CHANGE = 0.03
+"""Share by which what there is of devices must have changed before it is planned for anew."""
+
+
+def is_other(before_bytes: int, now_bytes: int) -> bool:
+    """Whether a budget is larger or smaller than before by more than a little."""
+    return abs(now_bytes - before_bytes) > BUDGET_CHANGE * before_bytes
+
+
+def has_grown(before_bytes: int | None, now_bytes: int | None) -> bool:
+    """Whether a budget is larger than before by more than a little."""
+    return before_bytes is not None and now_bytes is not None and now_bytes > (1 + BUDGET_CHANGE) * before_bytes
+
+
 @dataclass(slots=True)
 class KeptPlan:
     """A plan that a call of some size gets again."""
@@ -34,6 +48,8 @@ class KeptPlan:
     looked_at: int
     """How many measured steps there were when it was last chosen or looked at."""
     tiles: Tiles = UNTILED
+    budget_bytes: int | None = None
+    """Device memory that there was when it was chosen; None: there was no limit."""
     is_proven: bool = False
     """Whether a step has run by it to its end."""
     num_corrections: int = 0
@@ -42,6 +58,10 @@ class KeptPlan:
     """What the optimizer's side was known to take of a round when that was last a reason to look at it."""
     num_looks: int = 0
     """How often it was."""
+
+    def is_of_less(self, budget_bytes: int | None) -> bool:
+        """Whether there is more memory now, by more than a little."""
+        return has_grown(self.budget_bytes, budget_bytes)
 
     def has_other_updates(self, updates_s: float) -> bool:
         """Whether updates turn out to take a lot more or less than it was chosen by; told a few times."""

@@ -114,8 +114,8 @@ class CostModel:
 
     # Memory
 
-    def budget_changed(self, *, is_larger: bool) -> None:
-        """Forget what depends on how much memory there is; plans are made anew, or compared with what there is now."""
+    def budget_changed(self) -> None:
+        """Forget what depends on how much memory there is; plans are compared with what there is now."""
         for record in self._records.values():
             record.limits.clear()
             record.allocators.clear()
@@ -123,8 +123,6 @@ class CostModel:
             record.rooms.clear()
             record.streaming.clear()
             record.num_corrections += 1
-            if is_larger:
-                record.plans.clear()
 
     def measure_memory(self, call: Call, tiles: Tiles = UNTILED) -> None:
         """Compute what a call's layers and its loss take, if its size is a new one."""

@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -21,7 +21,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.engine.chain_record import Room
+from roundpipe.runtime.engine.chain_record import Room, has_grown
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside, Stays
 from roundpipe.runtime.engine.spec import Call
@@ -50,6 +50,22 @@ class _FullPlan:
     """Measured steps when it was chosen."""
     is_final: bool = False
     """Whether it was looked at again since."""
+    device_bytes: int | None = None
+    """Memory for plans that there was when it was chosen."""
+
+    def take(self, more_bytes: int) -> bool:
+        """Leave so much more memory over, or less; False if it does not fit any more."""
+        if self.found is None:
+            return True
+        room = self.found.room
+        if room.spare_bytes is not None:
+            if room.spare_bytes + more_bytes < 0:
+                return False
+            room = room._replace(spare_bytes=room.spare_bytes + more_bytes)
+        if room.resident_bytes is not None:
+            room = room._replace(resident_bytes=room.resident_bytes + more_bytes)
+        self.found = replace(self.found, room=room)
+        return True
 
     @property
     def layers(self) -> frozenset[int]:
@@ -66,6 +82,8 @@ class FullPlans:
 
     def __init__(self, costs: CostModel, accelerators: bool = False) -> None:
         self._costs = costs
+        self.device_bytes: int | None = None
+        """Memory that there is for plans; None: no limit."""
         self._accelerators = accelerators
         self._optimizer: OptimizerFacts | None = None
         self._may: Callable[[Call], bool] = lambda call: False
@@ -205,7 +223,7 @@ class FullPlans:
         return self._kept.get(call.chain, {}).get(self._key(call))
 
     def _keep(self, call: Call, kept: _FullPlan) -> None:
-        kept.looked_at = self._costs.num_steps(call.chain, call.tiles)
+        kept.looked_at, kept.device_bytes = self._costs.num_steps(call.chain, call.tiles), self.device_bytes
         self._kept.setdefault(call.chain, {})[self._key(call)] = kept
 
     def _choose(
@@ -309,9 +327,14 @@ class FullPlans:
             streamed_s = max(streamed_s, step_s)
         return streamed_s, found_s + found.residency.update_s(DEVICE_BYTES_PER_S)
 
-    def budget_changed(self) -> None:
-        """Look anew at what fits."""
-        self._kept.clear()
+    def budget_changed(self, device_bytes: int) -> None:
+        """Keep what still fits in what there is now, if that is no more than when it was chosen, or all stays."""
+        more_bytes, self.device_bytes = device_bytes - (self.device_bytes or 0), device_bytes
+        for chain, plans in self._kept.items():
+            for key, kept in list(plans.items()):
+                is_all = len(kept.layers) == len(chain)
+                if (has_grown(kept.device_bytes, device_bytes) and not is_all) or not kept.take(more_bytes):
+                    del plans[key]
 
     def shrink(self, call: Call) -> None:
         """A step of a call's plan ran out of memory: fewer layers stay."""

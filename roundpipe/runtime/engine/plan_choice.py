@@ -24,7 +24,14 @@ from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
-from roundpipe.runtime.engine.chain_record import SHORTEST_STEP_S, KeptPlan, Room, guess_memory, times_the_example
+from roundpipe.runtime.engine.chain_record import (
+    SHORTEST_STEP_S,
+    KeptPlan,
+    Room,
+    guess_memory,
+    is_other,
+    times_the_example,
+)
 from roundpipe.runtime.engine.cost_model import CostModel, MeasuredTimes, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import OptionChooser
@@ -37,8 +44,6 @@ REPLAN_GAIN = 0.03
 """Share of a step's time that another plan must be predicted to save before it takes the place of the present one."""
 FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
-BUDGET_CHANGE = 0.03
-"""Share by which what there is of devices must have changed before it is planned for anew."""
 TIGHT_SHARE = 0.1
 """Share of a device's budget: with less left over, what a plan did not count may be too much."""
 REPLICAS_GAIN = 0.05
@@ -67,19 +72,18 @@ class PlanChooser:
         self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None, **measured)
         self.options = OptionChooser(self.costs, self._budget_bytes)
         self.full = FullPlans(self.costs, accelerators)
+        self.full.device_bytes = self._budget_bytes
         self._may_replan = False
 
     def set_budgets(self, budgets_bytes: Iterable[int | None]) -> None:
-        """Plan for what there is now, if that has changed by more than a little; plans that still fit are kept."""
+        """Plan for what there is now, if that is otherwise; plans that fit are kept, unless they were made for less."""
         budget_bytes, before_bytes = _least(budgets_bytes), self._budget_bytes
-        if budget_bytes is None or before_bytes is None:
-            return
-        if abs(budget_bytes - before_bytes) <= BUDGET_CHANGE * before_bytes:
+        if budget_bytes is None or before_bytes is None or not is_other(before_bytes, budget_bytes):
             return
         logger.info("devices have %s for plans now, and had %s", *map(format_bytes, (budget_bytes, before_bytes)))
         self._budget_bytes = self.options.budget_bytes = budget_bytes
-        self.costs.budget_changed(is_larger=budget_bytes > before_bytes)
-        self.full.budget_changed()
+        self.costs.budget_changed()
+        self.full.budget_changed(budget_bytes)
 
     @property
     def has_budget(self) -> bool:
@@ -107,9 +111,9 @@ class PlanChooser:
             return config.execute_plan
         record, kept = self.costs.record(chain), self._kept(call)
         call.config = replace(config, recompute_grain=self.key(call)[1])
-        if kept is None:
+        if kept is None or (kept.is_of_less(self._budget_bytes) and not self._is_unused(call, kept)):
             plan, call.tiles = choose_for(self, call)
-            kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
+            kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles, self._budget_bytes)
             record.plans[self.key(call)] = kept
         elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
@@ -202,7 +206,7 @@ class PlanChooser:
             with contextlib.suppress(DeviceMemoryError):
                 plan, tiles = choose_with_tiles(self, call)
                 kept.is_proven = kept.is_proven and (plan, tiles) == (kept.plan, kept.tiles)
-                kept.plan, kept.tiles = plan, tiles
+                kept.plan, kept.tiles, kept.budget_bytes = plan, tiles, self._budget_bytes
 
     def _size(self, call: Call) -> float:
         """What tells calls apart that may need other plans."""

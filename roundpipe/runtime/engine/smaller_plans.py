@@ -86,5 +86,5 @@ def _takes_plan(plans: PlanChooser, call: Call, limit_bytes: int, present: Execu
     if plan == present:
         return False
     num_steps = plans.costs.num_steps(call.chain, call.tiles)
-    record.plans[plans.key(call)] = KeptPlan(plan, num_steps, call.tiles)
+    record.plans[plans.key(call)] = KeptPlan(plan, num_steps, call.tiles, plans.options.budget_bytes)
     return True
