@@ -10,7 +10,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.device.accelerator import PLANNED_SHARE, memory_budget_bytes
+from roundpipe.runtime.device.device_memory import PLANNED_SHARE, memory_budget_bytes
 from roundpipe.runtime.device.host_limit import RESERVE_BYTES, available_bytes
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, find_device
 from roundpipe.tools.forecast import forecast_at

@@ -19,7 +19,7 @@ from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.stage_costs import largest_layer_bytes
 from roundpipe.runtime.config import RecomputeGrain, Residency, RoundPipeRunConfig, resolve
-from roundpipe.runtime.device.accelerator import PLANNED_SHARE
+from roundpipe.runtime.device.device_memory import PLANNED_SHARE
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.optimizer_side import ExpectedOptimizer, OptimizerName

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.runtime.device import accelerator
+from roundpipe.runtime.device import accelerator, device_memory
 from roundpipe.runtime.device.accelerator import AcceleratorBackend
 from roundpipe.runtime.device.backend import Device, UnplannedMemory
 from roundpipe.runtime.device.cpu import CpuBackend
@@ -54,6 +54,26 @@ def test_plans_leave_what_the_allocator_could_not_give_when_it_failed(figures):
         assert backend.take_budget() == budget
 
 
+@pytest.mark.parametrize("change", [-500, 500])
+def test_memory_that_the_allocator_takes_or_gives_back_meanwhile_is_counted_once(figures, monkeypatch, change):
+    """A worker allocates while the caller looks."""
+    backend = AcceleratorBackend(Device("cuda:0"), "fake")
+    before = backend.take_budget()
+    free = torch.get_device_module(None).mem_get_info
+
+    def look(index):
+        found = free(index)
+        if changes:
+            figures["memory_reserved"] += changes.pop()
+        return found
+
+    changes = [change]
+    monkeypatch.setattr(torch.get_device_module(None), "mem_get_info", look)
+    assert backend.take_budget() == before and not changes
+    changes = [change, -change] * 10  # without an end
+    assert backend.take_budget() > 0 and len(changes) == 16
+
+
 def test_what_the_allocator_keeps_for_later_is_no_fragmentation(figures):
     """A visit that needs much, the peak set back, and one that needs little: the plans have all that is free."""
     backend = AcceleratorBackend(Device("cuda:0"), "fake")
@@ -71,11 +91,11 @@ def test_the_peak_is_that_of_the_form_in_which_a_device_keeps_it(figures):
     """CUDA's figures unsorted and not made flat, if they are there; the generic ones elsewhere."""
     device, module = torch.device("cuda:0"), torch.get_device_module("cuda")
     figures["max_memory_allocated"] = 5
-    assert accelerator.peak_allocated_bytes(device) == 5
+    assert device_memory.peak_allocated_bytes(device) == 5
     module.memory_stats_as_nested_dict = lambda device: {"allocated_bytes": {"all": {"peak": 7, "current": 3}}}
-    assert accelerator.peak_allocated_bytes(device) == 7
+    assert device_memory.peak_allocated_bytes(device) == 7
     module.memory_stats_as_nested_dict = lambda device: {}  # the device is not in use yet
-    assert accelerator.peak_allocated_bytes(device) == 0
+    assert device_memory.peak_allocated_bytes(device) == 0
 
 
 def test_without_a_limit_what_lives_on_the_device_leaves_the_budget_as_it_was(figures):

@@ -25,13 +25,12 @@ from roundpipe.core.storages import bytes_of
 from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, Move, UnplannedMemory
+from roundpipe.runtime.device.device_memory import memory_budget_bytes, peak_allocated_bytes
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Pages, Registrar, warn_unpinned
 from roundpipe.runtime.device.pieces_across import PiecesAcross
 from roundpipe.runtime.device.value_pages import ValuePages, suits
 
-PLANNED_SHARE = 0.9
-"""Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
 LARGEST_PADDING = 1.1
 """Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
 SMALL_BYTES = 1 << 17
@@ -65,40 +64,6 @@ class AcceleratorEvent:
 
     def seconds_since(self, earlier: AcceleratorEvent) -> float:
         return float(earlier.event.elapsed_time(self.event)) * 1e-3
-
-
-def memory_budget_bytes(
-    entry: Device, num_sharing: int = 1, others_bytes: int | None = None, fragmentation_bytes: int = 0
-) -> int:
-    """The memory to plan for: a share of what this process may take of the device now, and of the entry's limit.
-
-    ``others_bytes`` of what the process has allocated are not the runtime's; None: all of it. Where fragmentation is
-    known to take more than the plans leave, they leave that.
-    """
-    device = torch.device(entry.device)
-    module = torch.get_device_module(device)
-    free_bytes, total_bytes = module.mem_get_info(device.index)
-    allocated_bytes = torch.accelerator.memory_allocated(device) if others_bytes is None else others_bytes
-    usable_bytes = free_bytes + torch.accelerator.memory_reserved(device) - allocated_bytes
-    if hasattr(module, "get_per_process_memory_fraction"):
-        fraction = module.get_per_process_memory_fraction(device.index)
-        usable_bytes = min(usable_bytes, int(fraction * total_bytes) - allocated_bytes)
-    usable_bytes //= num_sharing
-    if entry.memory_bytes is not None:
-        usable_bytes = min(usable_bytes, entry.memory_bytes)
-    return min(int(usable_bytes * PLANNED_SHARE), max(usable_bytes - fragmentation_bytes, 0))
-
-
-def peak_allocated_bytes(device: torch.device) -> int:
-    """The most that was allocated since torch's mark was last reset.
-
-    Asked at each visit, and many times for a token of `generate`: torch's own function sorts a hundred figures first.
-    """
-    statistics = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
-    if statistics is None:
-        return torch.accelerator.max_memory_allocated(device)
-    found = statistics(device)
-    return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
 
 
 class AcceleratorBackend(Backend):

@@ -10,9 +10,10 @@ import torch
 from roundpipe.core.checks import items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.planning import stage_costs
-from roundpipe.runtime.device.accelerator import AcceleratorBackend, memory_budget_bytes
+from roundpipe.runtime.device.accelerator import AcceleratorBackend
 from roundpipe.runtime.device.backend import Backend, Device
 from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.device.device_memory import memory_budget_bytes
 from roundpipe.runtime.device.host_memory import Registrar
 
 DeviceLike = str | int | torch.device | Device
