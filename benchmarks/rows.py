@@ -9,7 +9,8 @@ microbatches x sequences x tokens, and cards. Weights are bfloat16, with float32
 
 Each row has a process of its own, and ends with an error if it does not fit. Steps are the median of three samples, all
 of which are shown, with a "!" if the library changed a plan meanwhile. The file is written after each row; what
-it has of other rows stays, so that several calls, and predictions made before, come together in one file.
+it has of other rows stays, so that several calls, and predictions made before, come together in one file, with the
+machine and the date of the latest measurement.
 
     python benchmarks/rows.py --predict H200 --json rows.json
     python benchmarks/rows.py --json rows.json
@@ -28,6 +29,7 @@ and replicas have brought, by seconds per step, beside what `report()` predicts,
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
@@ -39,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import report
+from environment import environment, report
 from row_cases import PLAIN_WAYS, ROWS, Row
 from row_gains import gains, way_and_item
 from row_predictions import predict
@@ -64,10 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in patterns)]
     if not chosen:
         raise SystemExit(f"--rows {options.rows}: no such row; there are {', '.join(row.name for row in ROWS)}")
-    results: dict[str, Any] = {"rows": {}}
+    document: dict[str, Any] = {"results": {"rows": {}}}
     if options.json is not None and options.json.exists():
-        results = json.loads(options.json.read_text())["results"]
-    failed = False
+        document = json.loads(options.json.read_text())
+    if options.predict is None and not options.show:
+        today = datetime.datetime.now(tz=datetime.UTC).date()
+        document |= {"environment": environment(), "measured_on": today.isoformat()}
+    results, failed = document["results"], False
     for row in [] if options.show else chosen:
         begun_s, before = time.monotonic(), results["rows"].get(row.name, {})
         if options.predict is not None:
@@ -83,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["rows"][row.name] = found
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"results": results}, indent=1) + "\n")
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{row.name}: {_said(found)}, {found['process_s']:.0f} s in all", flush=True)
     print(table(results["rows"]))
     if found_gains := gains(results["rows"]):
         print(found_gains)
     if not options.show:
-        report(options.json, results)
+        report(None, results)
     return int(failed)
 
 
