@@ -11,6 +11,7 @@ Invariant: nothing here knows a model; what a model needs beyond the rules is da
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -105,9 +106,21 @@ def shrunk(cls: type, overrides: Mapping[str, Any], base: Any = None) -> Any:
     return type(base)(**undeclared(base), **shrunk_fields(base, overrides))
 
 
+def declared_fields(cls: type) -> dict[str, Any]:
+    """What a config's constructor takes, and the defaults: of a dataclass, as from transformers 5 on, or by name."""
+    if dataclasses.is_dataclass(cls):
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+    parameters = inspect.signature(cls).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
+
+
+def _is_config(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or hasattr(cls, "model_type")
+
+
 def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a tiny config's constructor."""
-    declared = {field.name: field.default for field in dataclasses.fields(base)}
+    declared = declared_fields(type(base))
     nested = _nested(base)
     picked = _picked_layers(base)
     tokens = iter(range(3, FIRST_TOKEN))
@@ -152,7 +165,7 @@ def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def undeclared(base: Any) -> dict[str, Any]:
     """Switches that a config has beyond what its class declares: a config around it gave them."""
-    known = {field.name for field in dataclasses.fields(base)} | set(vars(type(base)()))
+    known = {*declared_fields(type(base)), *vars(type(base)())}
     return {name: value for name, value in vars(base).items() if isinstance(value, bool) and name not in known}
 
 
@@ -163,7 +176,7 @@ def _made(cls: type, overrides: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING
 
         cls = CONFIG_MAPPING[kind]
-    if not dataclasses.is_dataclass(cls) or cls.__name__ == "AutoConfig":
+    if not _is_config(cls) or cls.__name__ == "AutoConfig":
         return None
     return shrunk(cls, {name: value for name, value in overrides.items() if name != "model_type"})
 
@@ -171,10 +184,10 @@ def _made(cls: type, overrides: Mapping[str, Any]) -> Any:
 def _nested(base: Any) -> dict[str, Any]:
     """Fields that hold a config, with the class that is expected there."""
     found: dict[str, Any] = dict(getattr(base, "sub_configs", {}))
-    for field in dataclasses.fields(base):
-        value = _value(base, field.name)
-        if hasattr(value, "model_type") and dataclasses.is_dataclass(value):
-            found[field.name] = type(value)
+    for name in declared_fields(type(base)):
+        value = _value(base, name)
+        if hasattr(value, "model_type") and _is_config(type(value)):
+            found[name] = type(value)
     return found
 
 
@@ -246,7 +259,7 @@ def _small_list(name: str, values: Sequence[Any]) -> Any:
 
 def _field_of_layers(base: Any) -> str | None:
     """The field that says how many layers there are."""
-    names = {field.name for field in dataclasses.fields(base)}
+    names = declared_fields(type(base))
     mapped = getattr(base, "attribute_map", {}).get("num_hidden_layers")
     return next((name for name in ("num_hidden_layers", mapped, "num_layers", "n_layers") if name in names), None)
 
@@ -258,12 +271,12 @@ def _picked_layers(base: Any) -> dict[str, list[Any]]:
     if not isinstance(num_layers, int) or num_layers <= NUM_LAYERS:
         return {}
     lists = {
-        field.name: list(value)
-        for field in dataclasses.fields(base)
-        if isinstance(value := _value(base, field.name), (list, tuple))
+        name: list(value)
+        for name in declared_fields(type(base))
+        if isinstance(value := _value(base, name), (list, tuple))
         and len(value) == num_layers
         and all(isinstance(item, (str, int, float)) for item in value)
-        and not RANDOM.fullmatch(field.name)
+        and not RANDOM.fullmatch(name)
     }
     kinds = list(zip(*lists.values(), strict=True))
     if len(set(kinds)) < 2:
@@ -353,7 +366,7 @@ def _rotary(base: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         value: Any = getattr(base, name, None)
         sections = value.get("mrope_section") if isinstance(value, Mapping) else None
-        if sections and name in {field.name for field in dataclasses.fields(base)}:
+        if sections and name in declared_fields(type(base)):
             head_dim = fields.get("head_dim") or HEAD_DIM
             half = int(head_dim * value.get("partial_rotary_factor", 1.0)) // 2
             small = [max(int(section * half / sum(sections)), 1) for section in sections]
