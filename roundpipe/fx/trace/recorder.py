@@ -51,6 +51,7 @@ from roundpipe.fx.sizes import (
 )
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
+from roundpipe.fx.trace.draws import known_of_draws
 from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
 from roundpipe.fx.trace.probe import probe_function, probe_sizes
 
@@ -162,6 +163,8 @@ class CallRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
             answer = self.data.answer(func, args, kwargs)
+            if answer is UNKNOWN and name == "__bool__" and not args[0].dim():
+                answer = known_of_draws(self.builder.node_of.get(args[0]))
             if answer is not UNKNOWN:
                 return answer
         if func in AUTOGRAD:
