@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.runtime.weights.frozen_layers import FrozenLayers, LatestFrozenLayers
+from roundpipe.runtime.weights.frozen_layers import LatestFrozenLayers
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.module_copy import ModuleCopy
 from roundpipe.runtime.weights.replica import Replica
@@ -41,7 +41,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_layers_are_frozen_anew_once_something_has_changed(change):
-    layers, latest = [Layer(), Layer()], LatestFrozenLayers()
+    layers, latest = nn.Sequential(Layer(), Layer()), LatestFrozenLayers()
     first = latest.of(layers)
     assert latest.of(layers) is latest.of(layers) is first
     before = copy.copy(first.attributes_of(layers[1]))
@@ -53,7 +53,7 @@ def test_layers_are_frozen_anew_once_something_has_changed(change):
 
 
 def test_what_a_recomputation_leaves_in_a_container_is_not_seen_by_the_next_step():
-    layers, latest = [Layer()], LatestFrozenLayers()
+    layers, latest = nn.Sequential(Layer()), LatestFrozenLayers()
     for name in ("seen", "_forward_hooks"):
         container = latest.of(layers).attributes_of(layers[0])[name]
         container.append(1) if name == "seen" else container.update({0: print})
@@ -61,7 +61,7 @@ def test_what_a_recomputation_leaves_in_a_container_is_not_seen_by_the_next_step
 
 
 def test_tensors_among_attributes_are_not_kept_for_another_step():
-    layers, latest = [Layer()], LatestFrozenLayers()
+    layers, latest = nn.Sequential(Layer()), LatestFrozenLayers()
     layers[0].seen.append(torch.ones(2))
     assert latest.of(layers) is not latest.of(layers)
 
@@ -71,18 +71,19 @@ def test_modules_as_they_were_share_what_they_share():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[0].active = model[1].active = ["default"]
     model[0].own, model[1].own = ["default"], ["default"]
-    first, second = map(FrozenLayers([model]).attributes_of, model)
+    first, second = map(LatestFrozenLayers().of(model).attributes_of, model)
     assert first["active"] is second["active"] is not model[0].active
     assert first["own"] is not second["own"]
 
 
 def test_visits_by_turns_look_at_each_module_only_if_something_has_changed(monkeypatch):
     layer, latest = Layer(), LatestFrozenLayers()
+    layers = nn.Sequential(layer)
     del layer.options
     replica = Replica(layer, torch.device("cpu"))
 
     def visits():
-        for frozen in (None, latest.of([layer]), latest.of([layer])):
+        for frozen in (None, latest.of(layers), latest.of(layers)):
             replica.refresh({}, frozen)
             state, expected = replica.module.__dict__, layer.__dict__ if frozen is None else frozen.attributes_of(layer)
             assert state["scale"] == layer.scale
@@ -94,14 +95,14 @@ def test_visits_by_turns_look_at_each_module_only_if_something_has_changed(monke
     with monkeypatch.context() as without:
         without.setattr(ModuleCopy, "take_over", None)
         visits()
-    for frozen in (None, latest.of([layer])):
+    for frozen in (None, latest.of(layers)):
         replica.refresh({}, frozen)
         replica.module.scale = torch.ones(1)  # left behind by a forward, which nobody gets
         assert not replica.changed_attributes()
         visits()
     layer.scale = 3.0
     visits()
-    earlier = latest.of([layer])
+    earlier = latest.of(layers)
     layer.scale, _ = 4.0, layer.seen.append(1)
     replica.refresh({}, earlier)  # a backward of the step before, while the next step's forward has begun
     assert replica.module.scale == 3.0 and replica.module.seen == []

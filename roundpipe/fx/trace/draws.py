@@ -6,6 +6,7 @@ who train it, and the answer then is the same in every step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,19 +16,12 @@ from torch.fx import Node
 from roundpipe.fx.guards.values import UNKNOWN
 
 _UNIFORM = (torch.rand, torch.rand_like)
-_ALWAYS: dict[str, Callable[[float], bool]] = {
-    "lt": lambda bound: bound > 1,
-    "le": lambda bound: bound >= 1,
-    "gt": lambda bound: bound < 0,
-    "ge": lambda bound: bound <= 0,
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
 }
-_NEVER: dict[str, Callable[[float], bool]] = {
-    "lt": lambda bound: bound <= 0,
-    "le": lambda bound: bound < 0,
-    "gt": lambda bound: bound >= 1,
-    "ge": lambda bound: bound > 1,
-}
-"""By comparison, for which numbers all draws, or none, are on this side; rounding may make a draw 1."""
 
 
 def known_of_draws(comparison: Node | None) -> Any:
@@ -37,10 +31,9 @@ def known_of_draws(comparison: Node | None) -> Any:
     target = comparison.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     draws, bound = comparison.args
-    if name not in _ALWAYS or type(bound) not in (int, float) or not isinstance(draws, Node):
+    if name not in _COMPARISONS or type(bound) not in (int, float) or not isinstance(draws, Node):
         return UNKNOWN
     if draws.target not in _UNIFORM or "out" in draws.kwargs or len(draws.users) > 1:  # one may have written them
         return UNKNOWN
-    if _ALWAYS[name](bound):  # type: ignore[arg-type]
-        return True
-    return False if _NEVER[name](bound) else UNKNOWN  # type: ignore[arg-type]
+    lowest, highest = (_COMPARISONS[name](draw, bound) for draw in (0, 1))  # type: ignore[arg-type]
+    return lowest if lowest == highest else UNKNOWN  # rounding may make a draw 1

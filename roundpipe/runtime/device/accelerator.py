@@ -25,7 +25,7 @@ from roundpipe.core.storages import bytes_of
 from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, Move, UnplannedMemory
-from roundpipe.runtime.device.device_memory import memory_budget_bytes, peak_allocated_bytes
+from roundpipe.runtime.device.device_memory import memory_budget_bytes, obtainable_bytes, peak_allocated_bytes
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Pages, Registrar, warn_unpinned
 from roundpipe.runtime.device.pieces_across import PiecesAcross
@@ -161,9 +161,8 @@ class AcceleratorBackend(Backend):
         return self.memory_budget_bytes
 
     def unplanned(self) -> UnplannedMemory:
-        free_bytes, total_bytes = torch.get_device_module(self.device).mem_get_info(self.device.index)
-        context_bytes = total_bytes - free_bytes - torch.accelerator.memory_reserved(self.device)
-        return UnplannedMemory(max(context_bytes, 0), self._fragmentation_bytes)
+        found_bytes, total_bytes = obtainable_bytes(self.device)
+        return UnplannedMemory(max(total_bytes - found_bytes, 0), self._fragmentation_bytes)
 
     def note_failure(self) -> None:
         """What the allocator keeps it could not give: before it fails it gives the device back all that it can.

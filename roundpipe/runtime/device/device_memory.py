@@ -22,9 +22,9 @@ def memory_budget_bytes(
     """
     device = torch.device(entry.device)
     module = torch.get_device_module(device)
-    obtainable_bytes, total_bytes = _obtainable_bytes(device)
+    found_bytes, total_bytes = obtainable_bytes(device)
     allocated_bytes = torch.accelerator.memory_allocated(device) if others_bytes is None else others_bytes
-    usable_bytes = obtainable_bytes - allocated_bytes
+    usable_bytes = found_bytes - allocated_bytes
     if hasattr(module, "get_per_process_memory_fraction"):
         fraction = module.get_per_process_memory_fraction(device.index)
         usable_bytes = min(usable_bytes, int(fraction * total_bytes) - allocated_bytes)
@@ -34,7 +34,7 @@ def memory_budget_bytes(
     return min(int(usable_bytes * PLANNED_SHARE), max(usable_bytes - fragmentation_bytes, 0))
 
 
-def _obtainable_bytes(device: torch.device) -> tuple[int, int]:
+def obtainable_bytes(device: torch.device) -> tuple[int, int]:
     """What torch's allocator has of a device or could have, and all that there is.
 
     A worker's allocations may move memory from the one to the other between two looks: it is looked again then.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.module_tree import modules_in, parameters_in, structure_message
+from roundpipe.core.inventory import Inventory, of_children
+from roundpipe.core.module_tree import structure_message
 from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, OWN, Attributes, ContainedItems
 
 
 class FrozenLayers:
-    """Attributes of some layers' modules, and which parameters were trained."""
+    """Attributes of some layers' modules, and which parameters were trained; ``held`` is what the layers hold."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._modules = [module for layer in layers for module in modules_in(layer)]
-        self._parameters = [parameter for layer in layers for parameter in parameters_in(layer)]
+    def __init__(self, held: Inventory) -> None:
+        self._held = held
+        self._parameters = [*chain.from_iterable(held.parameters)]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         pairs = zip(self._parameters, self._requires_grad, strict=True)
         self.trained = {parameter for parameter, is_trained in pairs if is_trained}
@@ -27,10 +28,10 @@ class FrozenLayers:
                 name: self._copied(value) if type(value) in CHANGED_IN_PLACE and name not in OWN else value
                 for name, value in module.__dict__.items()
             }
-            for module in self._modules
+            for module in held.modules
         }
         self._compared: tuple[Attributes, ContainedItems] | None = None
-        originals = Attributes(self._modules, CHANGED_IN_PLACE)
+        originals = Attributes(held.modules, CHANGED_IN_PLACE)
         if not originals.hold_tensors:  # which nobody expects to be kept beyond the step
             self._compared = originals, ContainedItems(self._copies.values())
 
@@ -46,15 +47,13 @@ class FrozenLayers:
             raise ConfigError(structure_message(module))
         return attributes
 
-    def are_same(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether these layers would be frozen to the same now, and nothing has changed this."""
+    def are_same(self, held: Inventory) -> bool:
+        """Whether layers that hold this would be frozen to the same now, and nothing has changed this."""
         return (
             self._compared is not None
-            and [module for layer in layers for module in modules_in(layer)] == self._modules
-            and all(each.are_same() for each in self._compared)
-            and list(map(id, [parameter for layer in layers for parameter in parameters_in(layer)]))
-            == list(map(id, self._parameters))
+            and held is self._held
             and [parameter.requires_grad for parameter in self._parameters] == self._requires_grad
+            and all(each.are_same() for each in self._compared)
         )
 
 
@@ -68,9 +67,9 @@ class LatestFrozenLayers:
     def __init__(self) -> None:
         self._latest: FrozenLayers | None = None
 
-    def of(self, layers: Iterable[nn.Module]) -> FrozenLayers:
+    def of(self, layers: nn.Sequential) -> FrozenLayers:
         """The layers as they are now."""
-        layers = list(layers)
-        if self._latest is None or not self._latest.are_same(layers):
-            self._latest = FrozenLayers(layers)
+        held = of_children(layers)
+        if self._latest is None or not self._latest.are_same(held):
+            self._latest = FrozenLayers(held)
         return self._latest
