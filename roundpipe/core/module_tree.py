@@ -19,7 +19,7 @@ _TORCHS_OWN = nn.Module.named_modules, nn.Module.modules
 
 
 class Renaming(nn.Module):
-    """Gives modules other names than those by which it has them, in torch's order."""
+    """A module whose ``named_modules`` gives other names than torch's own would, in the same order."""
 
 
 _WALKS: ContextVar[dict[nn.Module, list[nn.Module]] | None] = ContextVar("walks", default=None)

@@ -60,8 +60,8 @@ class FrozenLayers:
 class LatestFrozenLayers:
     """Freezes layers, and gives the same object again as long as nothing about them has changed.
 
-    A replica that took it over need not look at each module again. And Python's garbage collection is not called by
-    thousands of containers that come and go with each step: it would look at all that the process holds.
+    A replica that has taken it over need not look at each module again. And thousands of containers that come and go
+    with each step would have Python's garbage collector look through all that the process holds.
     """
 
     def __init__(self) -> None:
