@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from roundpipe.effects.bytecode import instructions_in, names_by_instruction
 from roundpipe.effects.places import is_library, package_of
 
 
@@ -127,8 +128,8 @@ _ALWAYS_RUN = ("forward", "__call__", "__getattr__", "__getattribute__")
 _IS_GRAD_ENABLED = torch.is_grad_enabled
 """Torch's own: while a trace runs, a function around it stands in its place."""
 
-_OF_GLOBALS = frozenset("LOAD_GLOBAL STORE_GLOBAL DELETE_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS".split())
-"""Instructions that a global may be looked up by; those of the body of a class inside a function are among them."""
+_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+"""Instructions that read an attribute. The others with names look up globals, also from a class inside a function."""
 
 _Result = TypeVar("_Result")
 
@@ -191,24 +192,29 @@ def _uses_of_code(code: types.CodeType) -> CodeUses:
     reads: set[str] = set()
     sets: set[str] = set()
     variables: set[str] = set()
-    rebinds = items = False
-    for instruction in dis.get_instructions(code):
-        name = str(instruction.argval)
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+    items = False
+    for instruction, name in names_by_instruction(code):
+        if instruction in _READS:
             reads.add(name)
             items |= name in _CHANGING
-        elif instruction.opname == "STORE_ATTR":
+        elif instruction == "STORE_ATTR":
             sets.add(name)
-        elif instruction.opname in _OF_GLOBALS:
+        else:
             variables.add(name)
-        rebinds |= instruction.opname == "STORE_GLOBAL"
-        rebinds |= instruction.opname == "STORE_DEREF" and name in code.co_freevars
-        items |= instruction.opname == "STORE_SUBSCR"
+    instructions = instructions_in(code)
+    items |= "STORE_SUBSCR" in instructions
+    rebinds = "STORE_GLOBAL" in instructions or "STORE_DEREF" in instructions and _rebinds_outer(code)
     if "getattr" in code.co_names:
         reads.update(constant for constant in code.co_consts if isinstance(constant, str))
     asks_by_name = not {"getattr", "vars"}.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars))
     makes_up_names = asks_by_name and _makes_up_names(code)
     return CodeUses(frozenset(reads), frozenset(sets), rebinds, items, makes_up_names, frozenset(variables))
+
+
+def _rebinds_outer(code: types.CodeType) -> bool:
+    """Whether code assigns to variables of an enclosing function."""
+    stored = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
+    return bool(code.co_freevars) and not frozenset(code.co_freevars).isdisjoint(stored)
 
 
 def _makes_up_names(code: types.CodeType) -> bool:

@@ -69,6 +69,10 @@ class ShapeWorld(ShapeEnv):
             self._note(Noted(_that(orig_expr, answer), gives_number))
         return answer
 
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[Any, str]:
+        """Torch would note lines of code that nobody reads, and import for it what exports models."""
+        return super()._get_stack_summary(is_debug, framework_loc or "the model's forward")
+
     def _taken(self, expression: sympy.Basic) -> bool | None:
         """What an operator is told that compares sizes of which only the data tell some; None: it asks another thing.
 

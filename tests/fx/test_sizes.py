@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -25,3 +28,18 @@ def test_operators_may_compare_them_and_glue_may_not() -> None:
     world.in_glue = lambda: True
     with pytest.raises(GuardOnDataDependentSymNode):
         bool(one == other)
+
+
+def test_a_trace_does_not_import_what_exports_models() -> None:
+    """Torch does, a second long, to note lines of code that nobody reads."""
+    code = """
+import sys
+import torch
+import roundpipe
+model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+with roundpipe.compile(model, example_args=(torch.zeros(4, 3),), devices="cpu") as piped:
+    piped(torch.zeros(6, 3))
+print("torch.export._trace" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"

@@ -33,8 +33,7 @@ def unwarned(monkeypatch):
 
 
 def prepare_all(host, model):
-    for index, layer in enumerate(model):
-        host.prepare(str(index), layer)
+    host.prepare([str(index) for index, _ in enumerate(model)], list(model))
 
 
 def registering(driver, model):
@@ -317,8 +316,7 @@ def measure(pin_model):
     whole = sum(parameter.nbytes for parameter in model.parameters())
     registrar = Registrar(pin, lambda address: None) if pin_model == "register" else None
     host = HostWeights(pin_model, CpuBackend(Device("cpu"), "test").host_buffer, registrar, model)
-    for index, layer in enumerate(model):
-        host.prepare(str(index), layer)
+    host.prepare([str(index) for index, _ in enumerate(model)], list(model))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(pin_model, whole, resident() - empty, peak - empty, flush=True)
 

@@ -169,8 +169,7 @@ with torch.no_grad():
 piped = roundpipe.RoundPipe(model)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 chain = piped._runner.source.chain
-for spec, layer in zip(chain.specs, chain):
-    piped._session.host.prepare(spec.name, layer)
+piped._session.host.prepare([spec.name for spec in chain.specs], list(chain))
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 assert grown < 4 * megabytes, grown
 """

@@ -132,8 +132,7 @@ class Engine(Steps):
             self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
             self._gates.weights.wait([tensor for each in layers for tensor in each.parameters()], "packing of weights")
             self._forget(ended, host)
-            for name, layer in zip(names, layers, strict=True):
-                host.prepare(name, layer)
+            host.prepare(names, layers)
         if not any(reference() is owner for reference, _ in self._owners):
             self._owners.append((weakref.ref(owner), layers))
         return [host.layer(name, layer) for name, layer in zip(names, layers, strict=True)]

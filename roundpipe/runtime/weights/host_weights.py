@@ -11,7 +11,9 @@ those that a round reads stay as they are; then the parameters change places (`B
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal
 
@@ -28,6 +30,11 @@ from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.slots import tensors_of
 
 logger = logging.getLogger(__name__)
+
+NUM_PACKED_AT_ONCE = 3
+"""Layers, each in memory twice meanwhile. To copy, to pin and to give back where it lay are the steps of a thread."""
+PACKED_IN_THREAD_BYTES = 32 * 1024**2
+"""Layers below this size are packed by the caller."""
 
 PinMode = Literal["alloc", "double", "register", "off"]
 Key = tuple[int, ...]
@@ -62,6 +69,8 @@ class HostWeights:
         """Layers with weights laid out so far; each may have moved its weights."""
         self._packed: dict[Key, list[torch.Tensor]] = {}
         """By layer, the buffers that it lies in, as all its `LayerWeights` have them."""
+        self._is_told = False
+        """Whether the log says what kind of memory the first of them is."""
         self._has_room = pin == "double"
         self._owners: dict[int, Key] = {}
         """By tensor, the layer whose buffer it lies in."""
@@ -78,15 +87,19 @@ class HostWeights:
         is_pinned = self.registrar is None or not self.registrar.has_lost
         return is_pinned and all(self._layers.get(id(weights.layer)) is weights for weights in layers)
 
-    def prepare(self, name: str, layer: nn.Module) -> None:
-        """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
-        known = self._layers.get(id(layer))
-        if known is not None and not known.is_current():
-            self._unpack(self._layers.pop(id(layer)))
+    def prepare(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
+        """Pack layers at first sight, and again if their structure, or shapes or dtypes of their tensors changed since.
+
+        Large ones are packed side by side.
+        """
+        for layer in layers:
+            known = self._layers.get(id(layer))
+            if known is not None and not known.is_current():
+                self._unpack(self._layers.pop(id(layer)))
         if self.registrar is not None and self.registrar.has_lost:
             self._register((), whole_model=True)
         with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
-            self.layer(name, layer)
+            self._lay_out(names, layers)
 
     def forget(self, layer: nn.Module) -> None:
         """Drop a layer, and its buffer if no other layer has the same tensors."""
@@ -101,9 +114,33 @@ class HostWeights:
             self._owners = {tensor: owner for tensor, owner in self._owners.items() if owner != key}
 
     def layer(self, name: str, layer: nn.Module) -> LayerWeights:
-        if (known := self._layers.get(id(layer))) is not None:
-            return known
-        self._check_shared(layer)
+        """The host's side of a layer, laid out at first sight."""
+        if (known := self._layers.get(id(layer))) is None:
+            self._lay_out([name], [layer])
+            known = self._layers[id(layer)]
+        return known
+
+    def _lay_out(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
+        """Lay out those layers that are new."""
+        new = {id(layer): (name, layer) for name, layer in zip(names, layers, strict=True)}
+        for key in self._layers.keys() & new.keys():
+            del new[key]
+        for _, layer in new.values():  # before any moves
+            self._check_shared(layer)
+        try:
+            with _LayerPacker(self._allocate) as packer:
+                for key, (name, layer) in new.items():
+                    self._layers[key] = self._laid_out(name, layer, packer)
+        except BaseException:
+            for weights in [each for each in self._layers.values() if each.num_packed and not each.banks]:
+                self._unpack(self._layers.pop(id(weights.layer)))
+            raise
+        if self._packed and not self._is_told:
+            self._is_told = True
+            kind = "pinned" if next(iter(self._packed.values()))[0].is_pinned() else "unpinned"
+            logger.info("pin_model=%r: weights are packed into %s host memory", self._pin, kind)
+
+    def _laid_out(self, name: str, layer: nn.Module, packer: _LayerPacker) -> LayerWeights:
         tensors = [tensor for tensor, _ in tensors_of(layer)]
         key = tuple(map(id, tensors))
         banks = self._packed.get(key)
@@ -118,15 +155,9 @@ class HostWeights:
         if banks is not None:
             weights.banks = banks
         elif weights.num_packed:
-            HOST_LIMIT.check({f"weights of {name}": weights.packed_bytes})
-            buffer = self._allocate(weights.packed_bytes)
-            if not self._packed:
-                kind = "pinned" if buffer.is_pinned() else "unpinned"
-                logger.info("pin_model=%r: weights are packed into %s host memory", self._pin, kind)
-            weights.pack(buffer)
+            packer.add(weights)
             self._packed[key] = weights.banks
             self._owners.update((id(slot.tensor), key) for slot in weights.slots[: weights.num_packed])
-        self._layers[id(layer)] = weights
         return weights
 
     def add_second_banks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -201,3 +232,37 @@ class HostWeights:
             model = self._model if whole_model else None
             whole = () if model is None else (*model.parameters(), *model.buffers())
             self.registrar.register(part for tensor in (*whole, *tensors) for part in stored_tensors(tensor))
+
+
+class _LayerPacker:
+    """A context in which layers are packed, large ones in threads; at its end all are. Raises what packing raises."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._threads = ThreadPoolExecutor(NUM_PACKED_AT_ONCE, "roundpipe-packing")
+        self._running: deque[tuple[int, Future[None]]] = deque()
+        """With the bytes of each."""
+
+    def __enter__(self) -> _LayerPacker:
+        return self
+
+    def add(self, weights: LayerWeights) -> None:
+        """Pack a layer, now or before the end."""
+        if len(self._running) == NUM_PACKED_AT_ONCE:
+            self._running.popleft()[1].result()
+        needed = {f"weights of {weights.name}": weights.packed_bytes}
+        if running_bytes := sum(num_bytes for num_bytes, _ in self._running):
+            needed["weights that are packed meanwhile"] = running_bytes
+        HOST_LIMIT.check(needed)
+        if weights.packed_bytes < PACKED_IN_THREAD_BYTES:
+            self._pack(weights)
+        else:
+            self._running.append((weights.packed_bytes, self._threads.submit(self._pack, weights)))
+
+    def _pack(self, weights: LayerWeights) -> None:
+        weights.pack(self._allocate(weights.packed_bytes))
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown()
+        while self._running:
+            self._running.popleft()[1].result()

@@ -113,7 +113,7 @@ class LayerWeights:
                 unshare(slot.tensor)
                 for span, part in slot.parts():
                     part.data = span.own_view(buffer, slot.offset).copy_(part)
-        self.banks = [buffer]
+        self.banks.append(buffer)
 
     @property
     def packed(self) -> torch.Tensor | None:
