@@ -62,8 +62,8 @@ class ExpectedOptimizer:
         return bool(self.lives)
 
     @property
-    def ids_there(self) -> Collection[int]:
-        return self.lives
+    def ids_there(self) -> frozenset[int]:
+        return frozenset(self.lives)
 
     def rest(self) -> None:
         """Nothing is under way."""

@@ -2,13 +2,17 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from roundpipe.runtime.optimizer import update
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.weights import fingerprint
+from roundpipe.runtime.weights.fingerprint import Fingerprint
 from tests.runtime.cases_optimizer import (
     LR,
     assert_same,
@@ -143,6 +147,20 @@ def test_a_step_that_does_nothing_after_others_is_not_warned_of(model, side):
         side.step((lambda: None) if number % 2 else step_fn)
         side.wait()
     side.synchronize()
+
+
+def test_copies_are_compared_until_an_optimizer_of_them_has_stepped(model, side, monkeypatch):
+    """A fused one leaves no mark, and what lies on a device shows no values either."""
+    compared = []
+    monkeypatch.setattr(fingerprint, "_sample", lambda parameter: None)
+    look = SimpleNamespace(of=lambda copy: compared.append(copy) or Fingerprint.of(copy))
+    monkeypatch.setattr(update, "Fingerprint", look)
+    optimizer, copies = torch.optim.AdamW(side.optim_parameters(), lr=LR, fused=True), list(side.optim_parameters())
+    for number, batch in enumerate(make_batches(5)):
+        loss_of(model, batch).backward()
+        side.step(optimizer.zero_grad if number < 2 else optimizer.step, is_async=False)
+        optimizer.zero_grad()
+        assert len(compared) == min(number + 1, 3) * len(copies)
 
 
 def test_mixed_steps(model, side):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from roundpipe.runtime.device.backend import Device
@@ -23,7 +25,7 @@ def memory_budget_bytes(
     device = torch.device(entry.device)
     module = torch.get_device_module(device)
     found_bytes, total_bytes = obtainable_bytes(device)
-    allocated_bytes = torch.accelerator.memory_allocated(device) if others_bytes is None else others_bytes
+    allocated_bytes = _allocated_bytes(device) if others_bytes is None else others_bytes
     usable_bytes = found_bytes - allocated_bytes
     if hasattr(module, "get_per_process_memory_fraction"):
         fraction = module.get_per_process_memory_fraction(device.index)
@@ -40,20 +42,34 @@ def obtainable_bytes(device: torch.device) -> tuple[int, int]:
     A worker's allocations may move memory from the one to the other between two looks: it is looked again then.
     """
     for _ in range(_MOST_LOOKS):
-        reserved_bytes = torch.accelerator.memory_reserved(device)
+        reserved_bytes = _reserved_bytes(device)
         free_bytes, total_bytes = torch.get_device_module(device).mem_get_info(device.index)
-        if torch.accelerator.memory_reserved(device) == reserved_bytes:
+        if _reserved_bytes(device) == reserved_bytes:
             break
     return free_bytes + reserved_bytes, total_bytes
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """The most that was allocated since torch's mark was last reset.
+    """The most that was allocated since torch's mark was last reset."""
+    return _figure(device, "allocated_bytes", "peak", torch.accelerator.max_memory_allocated)
 
-    Asked at each visit, and many times for a token of `generate`: torch's own function sorts a hundred figures first.
+
+def _allocated_bytes(device: torch.device) -> int:
+    return _figure(device, "allocated_bytes", "current", torch.accelerator.memory_allocated)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    return _figure(device, "reserved_bytes", "current", torch.accelerator.memory_reserved)
+
+
+def _figure(device: torch.device, name: str, moment: str, otherwise: Callable[[torch.device], int]) -> int:
+    """One of the allocator's figures, for pools of all sizes together; 0 before it has any.
+
+    Asked at each call and each visit, and many times for a token of `generate`: torch's own functions for single
+    figures, which are asked ``otherwise``, sort a hundred first.
     """
     statistics = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
     if statistics is None:
-        return torch.accelerator.max_memory_allocated(device)
+        return otherwise(device)
     found = statistics(device)
-    return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
+    return int(found[name]["all"][moment]) if found else 0

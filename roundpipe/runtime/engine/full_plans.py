@@ -10,6 +10,7 @@ has run out of memory fewer layers stay, or none if all had.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -203,8 +204,7 @@ class FullPlans:
         """The parameters of a call's layers that live on the device, by their identities."""
         if self._optimizer is None or not self._optimizer.has_twins:
             return frozenset()
-        there = self._optimizer.ids_there
-        return frozenset(id(each) for held in call.parameters for each in held if id(each) in there)
+        return self._optimizer.ids_there.intersection(map(id, itertools.chain.from_iterable(call.parameters)))
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
@@ -371,7 +371,7 @@ class FullPlans:
 def _ids(call: Call, layers: Collection[int]) -> frozenset[int]:
     """The parameters that are trained in some layers of a call's chain, by their identities."""
     trained = call.trained
-    return frozenset(id(each) for index in layers for each in trained.get(index, ()))
+    return frozenset(map(id, itertools.chain.from_iterable(trained.get(index, ()) for index in layers)))
 
 
 def _is_all(call: Call, found: Stays) -> bool:

@@ -67,7 +67,7 @@ class OptimizerFacts(Protocol):
         """Whether it is known before the first step which optimizers make it, and nothing speaks against a move."""
 
     @property
-    def ids_there(self) -> Collection[int]:
+    def ids_there(self) -> frozenset[int]:
         """The model's parameters that live on the device, by their identities."""
 
     def rest(self) -> None:

@@ -85,6 +85,8 @@ class Call:
     _hooks: list[tuple[int, nn.Module, Any]] | None = None
     _inventory: Inventory | None = None
     _trained: dict[int, list[torch.Tensor]] | None = None
+    _sizes: list[int] | None = field(default=None, init=False)
+    """Of the microbatches, once it was asked: a copy with others has to look itself."""
 
     @property
     def inventory(self) -> Inventory:
@@ -158,7 +160,10 @@ class Call:
         return self.args[position], self.kwargs[position], self.labels[position]
 
     def _elements(self) -> list[int]:
-        return [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(self.args, self.kwargs, strict=True)]
+        if self._sizes is None:
+            each = zip(self.args, self.kwargs, strict=True)
+            self._sizes = [sum(map(torch.Tensor.numel, trees.tensors(arguments))) for arguments in each]
+        return self._sizes
 
     def argument_bytes(self) -> int:
         """Bytes of the tensors in the largest microbatch's arguments."""

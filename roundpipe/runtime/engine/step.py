@@ -322,7 +322,16 @@ class StepState:
         return self.is_over or self.failed or self._num_losses > 0 or any(self._runs)
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
-        uploads, adds = self._jobs_of.get(parameter, ((), ()))  # in their order
+        return self._turns_of.get(id(parameter)) or self._turns((), ())
+
+    @functools.cached_property
+    def _turns_of(self) -> dict[int, tuple[int, int, int]]:
+        """Per parameter, by its identity; those of a layer have one in common."""
+        of_uses = {id(use): self._turns(*use) for use in self._jobs_of.values()}
+        return {key: of_uses[id(use)] for key, use in self._jobs_of.items()}
+
+    def _turns(self, uploads: Sequence[int], adds: Sequence[int]) -> tuple[int, int, int]:
+        """Of jobs in their order."""
         schedule, first = self.spec.schedule, self._first_job
         # a job's weights come up while the worker's job before it runs
         last_upload = (uploads[-1] if uploads else first) - schedule.num_workers
@@ -330,7 +339,7 @@ class StepState:
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
         known = self._jobs_of
-        uses = [use for parameter in parameters if (use := known.get(parameter)) is not None]
+        uses = {id(use): use for parameter in parameters if (use := known.get(id(parameter))) is not None}.values()
         uploads, adds = ({job for use in uses for job in use[kind]} for kind in (0, 1))
         return sorted(uploads), sorted(adds)
 
@@ -344,8 +353,16 @@ class StepState:
         return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
 
     @functools.cached_property
-    def _jobs_of(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
-        """Per parameter, the jobs that upload it and those that add to its gradient."""
+    def _parameters(self) -> list[list[torch.Tensor]]:
+        """Of each layer as they are when it is first asked."""
+        return [
+            [tensor for slot in weights.slots if slot.is_parameter and (tensor := slot.current) is not None]
+            for weights in self.spec.weights
+        ]
+
+    @functools.cached_property
+    def _jobs_of(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Per parameter, by its identity, the jobs that upload it and those that add to its gradient."""
         of_layers: dict[int, tuple[list[int], list[int]]] = {}
         for job in self.spec.schedule.jobs:
             for index in job.layers:
@@ -353,12 +370,10 @@ class StepState:
                 uploads.append(job.index)
                 if job.phase is not Phase.FORWARD:
                     adds.append(job.index)
-        jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
+        jobs_of: dict[int, tuple[list[int], list[int]]] = {}
         for index, use in of_layers.items():
-            for slot in self.spec.weights[index].slots:
-                if not slot.is_parameter or (tensor := slot.current) is None:
-                    continue
-                if (other := jobs_of.setdefault(tensor, use)) is not use:  # tied
+            for tensor in self._parameters[index]:
+                if (other := jobs_of.setdefault(id(tensor), use)) is not use:  # tied
                     uploads, adds = (sorted({*one, *two}) for one, two in zip(other, use, strict=True))
-                    jobs_of[tensor] = uploads, adds
+                    jobs_of[id(tensor)] = uploads, adds
         return jobs_of

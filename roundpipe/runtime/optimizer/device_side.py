@@ -39,6 +39,8 @@ class DeviceSteps(PlainSteps):
         """After what the latest update gave to the device."""
         self._is_foreseen = False
         """Whether it was known before the first step which optimizers make it."""
+        self._moved: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+        """Of optimizers that step on the device, their states as of the latest look where these are, and how many."""
 
     @property
     def has_twins(self) -> bool:
@@ -62,7 +64,7 @@ class DeviceSteps(PlainSteps):
         return self._twins is not None and self._twins.get(parameter) is not None
 
     @property
-    def ids_there(self) -> Collection[int]:
+    def ids_there(self) -> frozenset[int]:
         """The model's parameters that live on a device, by their identities."""
         return frozenset() if self._twins is None else self._twins.ids
 
@@ -111,6 +113,7 @@ class DeviceSteps(PlainSteps):
 
     def _begin_now(self, pairs: Sequence[ParameterPair]) -> None:
         assert self._twins is not None
+        self._moved.clear()
         with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
             self._take_copies(pairs, move)
             for pair in pairs:
@@ -199,7 +202,7 @@ class DeviceSteps(PlainSteps):
         """It is about to step; its states may have been loaded or made where its parameters are no more."""
         if self._runner.is_inside:
             self._know(optimizer)
-            if self.has_twins:
+            if self.has_twins and not self._has_moved(optimizer):
                 self._move_states(optimizer)
             self._runner.pieces.away = {id(pair.copy) for pair in self._pairs if pair.is_away}
 
@@ -219,6 +222,13 @@ class DeviceSteps(PlainSteps):
         with self._twins.backend.moving() as move:
             host = torch.device("cpu")
             return {**state, "state": {key: _moved(value, host, move) for key, value in state["state"].items()}}
+
+    def _has_moved(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's states are those that were looked at, and moved, before its latest step."""
+        states = optimizer.state
+        known, number = self._moved.get(optimizer, (None, 0))
+        self._moved[optimizer] = states, len(states)
+        return known is states and number == len(states)
 
     def _move_states(self, optimizer: torch.optim.Optimizer, move: Move = moved_at_once) -> None:
         """Bring an optimizer's states of copies to where these are."""

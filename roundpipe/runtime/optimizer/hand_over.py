@@ -213,10 +213,12 @@ def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
 
 
 def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
-    by_turn: defaultdict[tuple[int, ...], list[ParameterPair]] = defaultdict(list)
+    alike_in_steps: defaultdict[tuple[tuple[int, int, int], ...], list[ParameterPair]] = defaultdict(list)
     for pair in pairs:
-        of_steps = [step.turns(pair.parameter) for step in steps]
-        by_turn[tuple(map(max, zip((0, 0, 0), *of_steps, strict=True)))].append(pair)
+        alike_in_steps[tuple([step.turns(pair.parameter) for step in steps])].append(pair)
+    by_turn: defaultdict[tuple[int, ...], list[ParameterPair]] = defaultdict(list)
+    for of_steps, group in alike_in_steps.items():
+        by_turn[tuple(map(max, zip((0, 0, 0), *of_steps, strict=True)))] += group
     return [
         _Group(group, turns, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
         for turns, alike in by_turn.items()

@@ -215,6 +215,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
             side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)
     if (runner := UpdateRunner.running()) is not None:
+        runner.before_step(parameters)
         has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
         runner.pieces.before_step(optimizer, has_closure)
 

@@ -153,6 +153,8 @@ class UpdateRunner:
         self.options = OptionWatch()
         self.pieces = PiecewiseUpdates()
         self._looks = True
+        self._due: frozenset[int] = frozenset()
+        """Copies with gradients, by id, while it is looked whether ``step_fn`` changes one."""
         self._due_warning = ""
 
     @property
@@ -214,10 +216,10 @@ class UpdateRunner:
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
-                has_gradients = any(copy.grad is not None for copy in copies)
-                before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
+                self._due = frozenset(id(copy) for copy in copies if copy.grad is not None)
+                before = [Fingerprint.of(copy) for copy in copies] if self._due else []
                 result = step_fn()
-                if before:
+                if before and self._looks:
                     self._look(before)
                 return result
         except BaseException as error:
@@ -228,6 +230,11 @@ class UpdateRunner:
         finally:
             self.pieces.after_step()
             _RUNNING.reset(token)
+
+    def before_step(self, parameters: frozenset[int]) -> None:
+        """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
+        if self._looks and not self._due.isdisjoint(parameters):
+            self._looks = False
 
     def _look(self, before: Sequence[Fingerprint]) -> None:
         """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""

@@ -15,6 +15,7 @@ The other way round the optimizer's thread waits for the steps that were running
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -30,20 +31,21 @@ class Gate:
     def __init__(self, deadline_s: float = DEADLINE_S, board: Board | None = None) -> None:
         self._board = board or Board()
         self._deadline_s = deadline_s
-        self._closed: dict[torch.Tensor, int] = {}
-        """By parameter, the number of the closing."""
+        self._closed: dict[int, tuple[int, torch.Tensor]] = {}
+        """By a parameter's identity, the number of the closing, and the parameter: to hash a tensor takes Python."""
         self.closings = 0
         """How often it was closed; a step that begins now waits for these closings and for no later ones."""
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
+        closed = list(parameters)
         with self._board.lock:
             self.closings += 1
-            self._closed.update((parameter, self.closings) for parameter in parameters)
+            self._closed.update(zip(map(id, closed), zip(repeat(self.closings), closed, strict=False), strict=True))
 
     def open(self, parameters: Iterable[torch.Tensor]) -> None:
         with self._board.lock:
-            for parameter in parameters:
-                self._closed.pop(parameter, None)
+            for key in map(id, parameters):
+                self._closed.pop(key, None)
             self._board.notify()
 
     @property
@@ -54,7 +56,8 @@ class Gate:
     def is_open(self, parameters: Iterable[torch.Tensor], closings: int | None = None) -> bool:
         """Whether `wait` would return at once."""
         last = self.closings if closings is None else closings
-        return not self._closed or all(self._closed.get(parameter, last + 1) > last for parameter in parameters)
+        numbers = (known[0] for key in map(id, parameters) if (known := self._closed.get(key)) is not None)
+        return not self._closed or all(number > last for number in numbers)
 
     def wait(self, parameters: Iterable[torch.Tensor], waiter: str, closings: int | None = None) -> None:
         """Return when all closings of these up to a number, or all there are, were opened, or raise a DeadlockError."""

@@ -100,10 +100,10 @@ class Twins:
     def get(self, parameter: torch.Tensor) -> Twin | None:
         return self._twins.get(parameter)
 
-    def are_of(self, parameters: Iterable[torch.Tensor], staying: Collection[int]) -> bool:
+    def are_of(self, parameters: Sequence[torch.Tensor], staying: Collection[int]) -> bool:
         """Whether of these parameters those have twins that are trained now and ``staying``, by their identities."""
-        there = self.ids
-        return all((id(each) in there) == (each.requires_grad and id(each) in staying) for each in parameters)
+        trained = {id(each) for each in parameters if each.requires_grad}
+        return self.ids.intersection(map(id, parameters)) == trained.intersection(staying)
 
     @staticmethod
     def suit(parameters: Iterable[torch.Tensor]) -> bool:
