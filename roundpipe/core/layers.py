@@ -14,6 +14,7 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -287,6 +288,11 @@ class LayerChain(nn.Sequential):
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""
+
+    @functools.cached_property
+    def operator_flops(self) -> float:
+        """Forward FLOPs for the example per parameter: about those of an operator with weights; 0: not known."""
+        return sum(cost.forward_flops for cost in self.costs) / max(sum(1 for _ in self.parameters()), 1)
 
     def kind_of_loss(self, path: Path) -> OwnKind:
         """What is known of the scalar at some place in the model's outputs."""

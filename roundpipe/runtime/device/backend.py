@@ -193,6 +193,9 @@ class Backend(ABC):
     def warm_up(self) -> None:  # noqa: B027 - most libraries keep nothing
         """Let libraries take the memory that they keep for the calling thread, so that no visit is found to take it."""
 
+    def begin_step(self, operator_flops: float) -> None:  # noqa: B027 - accelerators need no threads for operators
+        """A step begins, in the calling thread; an average operator with weights has so many FLOPs, or 0: unknown."""
+
     def note_others(self, own_bytes: int) -> None:  # noqa: B027 - most count only what is the worker's
         """Take all that is in use but for the worker's own bytes as others', while the worker has nothing to do."""
 

@@ -36,6 +36,7 @@ from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import on_huge_pages
+from roundpipe.runtime.device.host_threads import set_threads, worker_threads
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -105,14 +106,21 @@ def _sleep_until(moment: float) -> None:
 
 
 class CpuBackend(Backend):
-    """One CPU worker."""
+    """One CPU worker of ``num_sharing``, which have the cores in common."""
 
-    def __init__(self, entry: Device, name: str) -> None:
+    def __init__(self, entry: Device, name: str, num_sharing: int = 1) -> None:
         super().__init__(torch.device("cpu"), name, entry.memory_bytes)
+        self._num_sharing = num_sharing
+        self._num_threads: int | None = None
+        """Of operators in the worker's thread before this changed it."""
         self.ledger = Ledger(name, entry.memory_bytes)
         up, down = entry.upload_bytes_per_s, entry.download_bytes_per_s
         self._speeds = {Lane.UPLOAD: up, Lane.WEIGHTS: up, Lane.DOWNLOAD: down, Lane.GRADIENTS: down}
         self._clocks = tuple(_StreamClock() for _ in Lane)
+
+    def begin_step(self, operator_flops: float) -> None:
+        self._num_threads = self._num_threads or torch.get_num_threads()
+        set_threads(worker_threads(self._num_threads, self._num_sharing, operator_flops), self._num_threads)
 
     # Memory
 

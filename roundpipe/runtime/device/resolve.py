@@ -90,7 +90,7 @@ def largest_layer_bytes(devices: Sequence[DeviceLike] | DeviceLike | None) -> in
 def open_backends(entries: Sequence[Device]) -> list[Backend]:
     """One backend per entry."""
     return [
-        CpuBackend(entry, f"{entry.device} (worker {index})")
+        CpuBackend(entry, f"{entry.device} (worker {index})", num_sharing)
         if device.type == "cpu"
         else AcceleratorBackend(entry, f"{entry.device} (worker {index})", num_sharing)
         for index, (entry, device, num_sharing) in enumerate(_with_sharing(entries))

@@ -164,6 +164,7 @@ class Worker:
         tasks = step.spec.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
+            self.backend.begin_step(step.spec.chain.operator_flops)
             self.meter.begin_step(self._was_idle)
             self.pace.begin_step()
             if self._was_idle and not (self.pace.has_left or self._home.is_bringing):
