@@ -133,6 +133,50 @@ def test_attributes_that_change_while_backward_stages_run(workers):
             piped.step(lambda: None)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hook_of_a_parameter_is_for_the_calls_that_begin_with_it(workers):
+    """One that is registered, or removed, while the last backward stages of a call run."""
+    model, seen = build(held=2), []
+    parameter, hold = model[0].weight, model[2].switch
+    with in_asynchronous_steps(model, workers) as piped:
+
+        def one_step(change=lambda: None):
+            seen.clear()
+            hold.may_go.clear()
+            train(piped, batch(9))
+            changed = change()
+            hold.may_go.set()
+            list(piped.parameters())
+            piped.zero_grad()
+            piped.step(lambda: None)
+            return changed
+
+        for _ in range(2):
+            handle = one_step(lambda: parameter.register_hook(lambda gradient: seen.append(1)))
+            assert not seen
+            one_step()
+            number = len(seen)
+            assert number
+            one_step(handle.remove)
+            assert len(seen) == number
+            one_step()
+            assert not seen
+
+
+def test_a_hook_of_a_parameter_runs_in_a_backward_that_comes_later():
+    model, seen = build(), []
+    with in_asynchronous_steps(model, 1) as piped:
+        output = piped(batch(9))
+        handle = model[0].weight.register_hook(lambda gradient: seen.append(1))
+        output.sum().backward()
+        assert seen
+        seen.clear()
+        output = piped(batch(9))
+        handle.remove()
+        output.sum().backward()
+        assert not seen
+
+
 class Adapter(nn.Module):
     """Writes a weight's data in a method, as adapters do to merge; ``buffer``: where there is a buffer."""
 

@@ -149,7 +149,7 @@ class StepBuilder:
             flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
             runs_again=self.plans.has_budget,
             tied_jobs=self._tied(chain, schedule),
-            frozen=frozen,
+            frozen=frozen.with_hooks_now(),
         )
 
     def _spec(

@@ -263,7 +263,7 @@ class StepState:
         self.board.wait(lambda: self.is_over, "the call", "the end of the step")
 
     def detach(self) -> None:
-        """Copy what the remaining jobs read of the caller's objects: arguments, modes, attributes, who is trained.
+        """Copy what the remaining jobs read of the caller's: arguments, modes, attributes, hooks, who is trained.
 
         The call returns with the losses, and the caller may change all of these while the last backward stages run.
         """

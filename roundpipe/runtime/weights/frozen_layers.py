@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
@@ -14,7 +17,7 @@ from roundpipe.runtime.weights.module_copy import CHANGED_IN_PLACE, OWN, Attribu
 
 
 class FrozenLayers:
-    """Attributes of some layers' modules, and which parameters were trained; ``held`` is what the layers hold."""
+    """Attributes of some layers' modules, who was trained, and parameters' hooks; ``held`` is what the layers hold."""
 
     def __init__(self, held: Inventory) -> None:
         self._held = held
@@ -22,6 +25,7 @@ class FrozenLayers:
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         pairs = zip(self._parameters, self._requires_grad, strict=True)
         self.trained = {parameter for parameter, is_trained in pairs if is_trained}
+        self._hooks = _hooks_of(self._parameters)
         self._copies: dict[int, Any] = {}
         self._attributes = {
             module: {
@@ -47,14 +51,37 @@ class FrozenLayers:
             raise ConfigError(structure_message(module))
         return attributes
 
+    def hooks_of(self, parameter: torch.Tensor) -> Iterable[Any]:
+        """The hooks that a parameter's gradients went through."""
+        return self._hooks.get(id(parameter), ())
+
+    def with_hooks_now(self) -> FrozenLayers:
+        """With the hooks that parameters have now: in a backward of its own, as in eager mode, these run."""
+        if (now := _hooks_of(self._parameters)) == self._hooks:
+            return self
+        other = copy.copy(self)
+        other._hooks = now
+        return other
+
     def are_same(self, held: Inventory) -> bool:
         """Whether layers that hold this would be frozen to the same now, and nothing has changed this."""
         return (
             self._compared is not None
             and held is self._held
             and [parameter.requires_grad for parameter in self._parameters] == self._requires_grad
+            and _hooks_of(self._parameters) == self._hooks
             and all(each.are_same() for each in self._compared)
         )
+
+
+def hooks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks that its gradients go through now."""
+    return tuple((parameter._backward_hooks or {}).values())
+
+
+def _hooks_of(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[Any, ...]]:
+    """Of those that have some, by identity."""
+    return {id(each): hooks_of(each) for each in parameters if each._backward_hooks}
 
 
 class LatestFrozenLayers:

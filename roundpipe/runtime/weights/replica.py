@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import structure_message
-from roundpipe.runtime.weights.frozen_layers import FrozenLayers
+from roundpipe.runtime.weights.frozen_layers import FrozenLayers, hooks_of
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.module_copy import Attributes, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
@@ -244,7 +244,10 @@ class BoundLayer:
             if slot.is_parameter and tensor is not None:
                 original = slot.tensor
                 is_trained = original.requires_grad if frozen is None else original in frozen.trained
-                tensor = self._as_parameter(tensor, slot, original, is_trained, with_gradients)
+                hooks: Iterable[Any] = ()
+                if with_gradients and is_trained and tensor is not original:
+                    hooks = hooks_of(original) if frozen is None else frozen.hooks_of(original)
+                tensor = self._as_parameter(tensor, slot, is_trained, with_gradients, hooks)
             bound.append((slot, tensor))
         self.replica.refresh(_TensorsOf(bound), frozen)
         self.habits = self.weights.habits_of(there.modules)
@@ -260,18 +263,16 @@ class BoundLayer:
         self.is_bound = True
 
     def _as_parameter(
-        self, tensor: torch.Tensor, slot: Slot, original: torch.Tensor, is_trained: bool, with_gradients: bool
+        self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool, hooks: Iterable[Any]
     ) -> nn.Parameter:
         """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
-        collects = is_trained and with_gradients
-        hooks = (original._backward_hooks or {}).values() if collects and tensor is not original else ()
         if hooks or not isinstance(tensor, nn.Parameter):
             tensor = nn.Parameter(tensor.detach(), requires_grad=is_trained)
         elif tensor.requires_grad != is_trained:
             tensor.requires_grad_(is_trained)
         for hook in hooks:
             tensor.register_hook(hook)  # as on the original, once per microbatch
-        if collects:
+        if is_trained and with_gradients:
             self.parameters.append((slot, tensor))
         return tensor
 
