@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -118,16 +118,16 @@ def _is_plain(module: nn.Module) -> bool:
     return has_own and all(type(table) in (dict, OrderedDict) for table in tables) and walks_as_torch
 
 
-class KeptInventory:
-    """What a tree holds, from one time to the next."""
+def kept(root: nn.Module) -> Callable[[], Inventory]:
+    """Asks what a tree holds now, from one time to the next."""
+    known = Inventory([root])
 
-    def __init__(self, root: nn.Module) -> None:
-        self.latest = Inventory([root])
-        """As it was when it was last asked for what it holds now."""
+    def now() -> Inventory:
+        nonlocal known
+        known = known.now()
+        return known
 
-    def now(self) -> Inventory:
-        self.latest = self.latest.now()
-        return self.latest
+    return now
 
 
 _OF_CHILDREN = "_roundpipe_inventory"

@@ -28,7 +28,7 @@ from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.checks import check_type
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import ClosedError, ConfigError
-from roundpipe.core.inventory import KeptInventory
+from roundpipe.core.inventory import kept
 from roundpipe.core.options import check_passed_on
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
@@ -106,10 +106,10 @@ class Session:
             self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates)
-        inventory = self.inventory = KeptInventory(model)
+        inventory = self.inventory = kept(model)
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.optimizer = OptimizerSide(
-            lambda: inventory.now().named_parameters,
+            lambda: inventory().named_parameters,
             optim_dtype,
             widens_half=widens_half,
             name=name,
@@ -189,15 +189,14 @@ class Session:
         check_passed_on(first.forward, kwargs, OPTIONS, f"the forward of {type(self.model).__name__}", place)
         tensors = trees.tensors((args, kwargs))
         has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
-        kinds = self.inventory.latest.kinds  # a model with other modules since would be compiled again
-        for kind in kinds if has_same else ():
+        for kind in self.inventory().kinds if has_same else ():
             if compares_arguments(kind):
                 raise ConfigError(
                     f"two arguments are the same tensor, and the forward of {kind.__name__} asks whether two of its "
                     "arguments are one object (`a is b`): each is split and moved by itself, so they would not be. "
                     "Compare with None, or give it a flag"
                 )
-        for kind in kinds if torch.is_inference_mode_enabled() else ():
+        for kind in self.inventory().kinds if torch.is_inference_mode_enabled() else ():
             if asks_for_inference_mode(kind):
                 raise ConfigError(
                     f"the forward of {kind.__name__} asks whether torch.inference_mode is on, which it is not where "

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from roundpipe.core.inventory import Inventory, KeptInventory, of_children
+from roundpipe.core.inventory import Inventory, kept, of_children
 from roundpipe.core.module_tree import Renaming, buffers_in, modules_in, parameters_at, parameters_in
 
 
@@ -110,8 +110,8 @@ def test_what_walks_in_its_own_way_is_walked_each_time() -> None:
             return iter(())
 
     model = nn.Sequential(Own(nn.Linear(2, 2)))
-    asked = KeptInventory(model)
-    assert asked.now() is not asked.now()
+    asked = kept(model)
+    assert asked() is not asked()
     scripted: Any = torch.jit.script(nn.Linear(2, 2))
     known = Inventory([nn.Sequential(scripted)])
     assert not known.is_current() and known.modes() == [True, True]
