@@ -43,7 +43,7 @@ class ExpectedOptimizer:
     """Of the copies."""
     seconds: tuple[float, float] | None = None
     """Of an update on the host, its hand-over among them, and of a step that streams."""
-    lives: Collection[int] = frozenset()
+    lives: frozenset[int] = frozenset()
     """The parameters that live on the device, by their identities."""
     is_unasked: bool = False
     may_stay_unasked: bool = True
@@ -63,7 +63,7 @@ class ExpectedOptimizer:
 
     @property
     def ids_there(self) -> frozenset[int]:
-        return frozenset(self.lives)
+        return self.lives
 
     def rest(self) -> None:
         """Nothing is under way."""

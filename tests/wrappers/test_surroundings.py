@@ -102,6 +102,15 @@ def test_code_that_asks_for_the_inference_mode_is_refused_in_it(kind):
             assert difference(pipe(x), model(x)) <= 1e-12
 
 
+def test_modules_that_were_put_in_later_are_asked_too():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DTYPE), torch.randn(4, 4, dtype=DTYPE)
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as pipe, torch.no_grad():
+        pipe(x)
+        model[1] = AsksMode().to(DTYPE)
+        with torch.inference_mode(), pytest.raises(ConfigError, match="AsksMode asks whether torch.inference_mode"):
+            pipe(x)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_that_compares_its_arguments_is_refused_the_same_tensor_twice(kind):
     model = Attends().to(DTYPE)

@@ -25,7 +25,12 @@ from roundpipe.core.storages import bytes_of
 from roundpipe.core.together import copy_all
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, Move, UnplannedMemory
-from roundpipe.runtime.device.device_memory import memory_budget_bytes, obtainable_bytes, peak_allocated_bytes
+from roundpipe.runtime.device.device_memory import (
+    allocated_bytes,
+    memory_budget_bytes,
+    obtainable_bytes,
+    peak_allocated_bytes,
+)
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Pages, Registrar, warn_unpinned
 from roundpipe.runtime.device.pieces_across import PiecesAcross
@@ -151,8 +156,8 @@ class AcceleratorBackend(Backend):
 
     def note_others(self, own_bytes: int) -> None:
         if self._num_sharing == 1:
-            allocated_bytes = torch.accelerator.memory_allocated(self.device)
-            self._others_bytes = max(allocated_bytes - own_bytes, 0)  # not all that is counted as own is there yet
+            # not all that is counted as own is there yet
+            self._others_bytes = max(allocated_bytes(self.device) - own_bytes, 0)
 
     def take_budget(self) -> int:
         self.memory_budget_bytes = memory_budget_bytes(

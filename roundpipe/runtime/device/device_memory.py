@@ -25,11 +25,11 @@ def memory_budget_bytes(
     device = torch.device(entry.device)
     module = torch.get_device_module(device)
     found_bytes, total_bytes = obtainable_bytes(device)
-    allocated_bytes = _allocated_bytes(device) if others_bytes is None else others_bytes
-    usable_bytes = found_bytes - allocated_bytes
+    taken_bytes = allocated_bytes(device) if others_bytes is None else others_bytes
+    usable_bytes = found_bytes - taken_bytes
     if hasattr(module, "get_per_process_memory_fraction"):
         fraction = module.get_per_process_memory_fraction(device.index)
-        usable_bytes = min(usable_bytes, int(fraction * total_bytes) - allocated_bytes)
+        usable_bytes = min(usable_bytes, int(fraction * total_bytes) - taken_bytes)
     usable_bytes //= num_sharing
     if entry.memory_bytes is not None:
         usable_bytes = min(usable_bytes, entry.memory_bytes)
@@ -54,7 +54,8 @@ def peak_allocated_bytes(device: torch.device) -> int:
     return _figure(device, "allocated_bytes", "peak", torch.accelerator.max_memory_allocated)
 
 
-def _allocated_bytes(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
+    """What is allocated now."""
     return _figure(device, "allocated_bytes", "current", torch.accelerator.memory_allocated)
 
 

@@ -354,7 +354,7 @@ class StepState:
 
     @functools.cached_property
     def _parameters(self) -> list[list[torch.Tensor]]:
-        """Of each layer as they are when it is first asked."""
+        """Of each layer as they are when it is first asked, kept here so that their identities stay theirs."""
         return [
             [tensor for slot in weights.slots if slot.is_parameter and (tensor := slot.current) is not None]
             for weights in self.spec.weights

@@ -40,7 +40,7 @@ class DeviceSteps(PlainSteps):
         self._is_foreseen = False
         """Whether it was known before the first step which optimizers make it."""
         self._moved: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
-        """Of optimizers that step on the device, their states as of the latest look where these are, and how many."""
+        """Of optimizers, the states that were brought to where their copies are, and how many."""
 
     @property
     def has_twins(self) -> bool:
@@ -113,7 +113,6 @@ class DeviceSteps(PlainSteps):
 
     def _begin_now(self, pairs: Sequence[ParameterPair]) -> None:
         assert self._twins is not None
-        self._moved.clear()
         with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
             self._take_copies(pairs, move)
             for pair in pairs:
@@ -202,7 +201,8 @@ class DeviceSteps(PlainSteps):
         """It is about to step; its states may have been loaded or made where its parameters are no more."""
         if self._runner.is_inside:
             self._know(optimizer)
-            if self.has_twins and not self._has_moved(optimizer):
+            known, number = self._moved.get(optimizer, (None, 0))
+            if self.has_twins and not (known is optimizer.state and number == len(optimizer.state)):
                 self._move_states(optimizer)
             self._runner.pieces.away = {id(pair.copy) for pair in self._pairs if pair.is_away}
 
@@ -223,13 +223,6 @@ class DeviceSteps(PlainSteps):
             host = torch.device("cpu")
             return {**state, "state": {key: _moved(value, host, move) for key, value in state["state"].items()}}
 
-    def _has_moved(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer's states are those that were looked at, and moved, before its latest step."""
-        states = optimizer.state
-        known, number = self._moved.get(optimizer, (None, 0))
-        self._moved[optimizer] = states, len(states)
-        return known is states and number == len(states)
-
     def _move_states(self, optimizer: torch.optim.Optimizer, move: Move = moved_at_once) -> None:
         """Bring an optimizer's states of copies to where these are."""
         copies, host = {id(pair.copy) for pair in self._pairs if pair.copy is not None}, torch.device("cpu")
@@ -242,6 +235,7 @@ class DeviceSteps(PlainSteps):
                         target = host if name in OF_THE_WHOLE and not counts_there else device
                         if not isinstance(value, torch.Tensor) or value.device != target:
                             state[name] = _moved(value, target, move)
+        self._moved[optimizer] = optimizer.state, len(optimizer.state)
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""

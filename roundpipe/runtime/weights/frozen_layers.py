@@ -51,8 +51,8 @@ class FrozenLayers:
             raise ConfigError(structure_message(module))
         return attributes
 
-    def hooks_of(self, parameter: torch.Tensor) -> Iterable[Any]:
-        """The hooks that a parameter's gradients went through."""
+    def hooks_of(self, parameter: torch.Tensor) -> tuple[Any, ...]:
+        """The hooks that a parameter's gradients go through."""
         return self._hooks.get(id(parameter), ())
 
     def with_hooks_now(self) -> FrozenLayers:

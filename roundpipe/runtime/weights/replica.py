@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -244,7 +244,7 @@ class BoundLayer:
             if slot.is_parameter and tensor is not None:
                 original = slot.tensor
                 is_trained = original.requires_grad if frozen is None else original in frozen.trained
-                hooks: Iterable[Any] = ()
+                hooks: tuple[Any, ...] = ()
                 if with_gradients and is_trained and tensor is not original:
                     hooks = hooks_of(original) if frozen is None else frozen.hooks_of(original)
                 tensor = self._as_parameter(tensor, slot, is_trained, with_gradients, hooks)
@@ -263,7 +263,7 @@ class BoundLayer:
         self.is_bound = True
 
     def _as_parameter(
-        self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool, hooks: Iterable[Any]
+        self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool, hooks: tuple[Any, ...]
     ) -> nn.Parameter:
         """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
         if hooks or not isinstance(tensor, nn.Parameter):
