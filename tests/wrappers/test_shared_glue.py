@@ -170,6 +170,56 @@ def test_a_mask_that_is_not_split_is_converted_once_per_visit(made):
     assert sorted(made.values()) == [3, 3, 3]
 
 
+class InEachLayer(Decoder):
+    """Decides anew for each layer what it is given, as decoders do that add a dimension to rotary tables."""
+
+    def forward(self, ids, mask):
+        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * self.frequencies
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            rotary = angles.cos()[None], angles.sin()[None]
+            scaled = mask[:, None, None, :] * (0.0 if number % 2 else -0.0)
+            x = block(x, torch.copysign(mask[:, None, None, :].double(), scaled), rotary)
+        return self.head(x)
+
+
+@grains
+def test_equal_glue_of_several_layers_is_made_once(grain, made):
+    torch.manual_seed(0)
+    model, kwargs = InEachLayer().double(), arguments()
+    expected, expected_gradients = eager(model, kwargs)
+    for num_workers in (1, 2):
+        made.clear()
+        model.zero_grad()
+        loss, _, found, _ = train(model, kwargs, num_workers, grain)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+        assert_same(found, expected_gradients)
+        visits = 3
+        assert sorted(made.values())[:2] == [visits, visits]  # rotary tables
+        assert len(made) == 4  # and masks of two kinds, since 0.0 is not -0.0
+
+
+def test_equal_glue_of_one_layer_has_names_of_its_own():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+        def forward(self, x, scale):
+            x = self.inside(x) * scale.exp()[None]
+            return self.outside(x * scale.exp()[None])
+
+    torch.manual_seed(0)
+    model, x, scale = Twice(), torch.randn(6, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    chain = chain_of(model, x=x, scale=scale)
+    names = [glue.name for spec in chain.specs for glue in spec.glue]
+    assert len(names) > 1 and all(len({g.name for g in spec.glue}) == len(spec.glue) for spec in chain.specs)
+    expected, expected_gradients = eager(model, {"x": x, "scale": scale}, num=1)
+    loss, _, found, _ = train(model, {"x": x, "scale": scale}, num=1, plan=None)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    assert_same(found, expected_gradients)
+
+
 @grains
 def test_gradients_flow_through_glue(grain):
     """Of an argument that a mask is made of: each layer makes its own then."""

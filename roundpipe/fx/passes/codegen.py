@@ -45,7 +45,7 @@ from roundpipe.fx.operations import (
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.forms import ValueForms
 from roundpipe.fx.passes.generated import Generated, sizes_key
-from roundpipe.fx.passes.glue import GlueCode, GlueFunctions, made_of
+from roundpipe.fx.passes.glue import GlueCode, GlueFunctions, made_of, names_of_equal
 from roundpipe.fx.passes.partition import Chunk, Partition, layer_costs
 
 
@@ -53,10 +53,11 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
     """The chain of layers that a partition describes; the model's modules are shared, not copied."""
     layers, specs = [], []
     functions: GlueFunctions = {}
+    names = names_of_equal(traced.graph)
     for chunk in partition.chunks:
         writer = _Writer(traced, chunk)
         layers.append(writer.write())
-        glue = layers[-1].programs.glue = GlueCode(writer.graph, writer.glue(), functions)
+        glue = layers[-1].programs.glue = GlueCode(writer.graph, writer.glue(names), functions)
         specs.append(_spec(partition, chunk, writer.uses_device, tuple(glue.described())))
     form = CallForm(traced.model)
     forms = ValueForms(traced, form, {*specs[-1].reads, *output_names(traced.output)})
@@ -198,9 +199,14 @@ class _Writer:
         self.graph.output(self.graph.call_function(pass_on, (carry, passed, outputs)) if passed else outputs)
         return Layer(self._root(), self.graph, class_name="Layer")
 
-    def glue(self) -> dict[str, Node]:
-        """By name, the values of glue that are made in the same way by every layer that has them."""
-        found = {node.name: self.values[node] for node in self.chunk.glue}
+    def glue(self, names: Mapping[Node, str]) -> dict[str, Node]:
+        """By name, the values of glue that are made in the same way by every layer that has them.
+
+        ``names`` are those of equal values; the layer's second one of a name has its own.
+        """
+        found: dict[str, Node] = {}
+        for node in self.chunk.glue:
+            found[node.name if names[node] in found else names[node]] = self.values[node]
         own = set(self.objects.values())  # numbered layer by layer
         return {
             name: node

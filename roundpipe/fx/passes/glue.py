@@ -7,14 +7,16 @@ the layer's code without what makes it; both are written when they are first nee
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from roundpipe.core import trees
 from roundpipe.core.layers import Carry, Glue
+from roundpipe.fx.graph.nodes import draws_random, has_effect, modes_of
 from roundpipe.fx.passes.generated import GeneratedFunction
 
 _SIZES = frozenset({"size", "dim", "numel"})
@@ -92,6 +94,32 @@ class GlueCode:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         erase_unread(graph, (copies[node] for node in made_of(self.nodes.values())))
         return graph
+
+
+def names_of_equal(graph: Graph) -> dict[Node, str]:
+    """The nodes of a traced graph by the name of the first one that computes the same of the same."""
+    firsts: dict[Hashable, Node] = {}
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        key: Hashable = node
+        if node.op == "get_attr" or not (node.op == "call_module" or has_effect(node) or draws_random(node)):
+            operands = _as_key((node.args, node.kwargs), found)
+            key = (node.op, node.target, operands, modes_of(node))
+        found[node] = firsts.setdefault(key, node)
+    return {node: first.name for node, first in found.items()}
+
+
+def _as_key(value: Any, firsts: Mapping[Node, Node]) -> Hashable:
+    """Equal for operands that are the same."""
+    if isinstance(value, Node):
+        return firsts[value]
+    if isinstance(value, dict):
+        return dict, tuple((key, _as_key(item, firsts)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_as_key(item, firsts) for item in value)
+    if isinstance(value, slice):
+        return slice, _as_key((value.start, value.stop, value.step), firsts)
+    return type(value), repr(value) if isinstance(value, trees.PLAIN) else id(value)
 
 
 def made_of(nodes: Iterable[Node]) -> set[Node]:
