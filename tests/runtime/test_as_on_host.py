@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from roundpipe.runtime.optimizer import as_on_host as module
-from roundpipe.runtime.optimizer.as_on_host import HostMix, as_on_host
+from roundpipe.runtime.optimizer.as_on_host import (
+    HostMix,
+    as_on_host,
+    begin_torchs_own,
+    end_torchs_own,
+    torchs_own,
+)
 
 
 class Marked:
@@ -108,3 +114,38 @@ def test_what_needs_the_host_gets_it(marked):
         assert mix.has_mixed and marked.has(there)
         there.grad = None
     assert torch.equal(there.detach(), torch.full((3,), 2.0))
+
+
+def test_what_is_torchs_own_is_not_looked_at(marked):
+    there, here = marked.add(torch.ones(3)), torch.ones(3)
+    with as_on_host(torch.device("cpu")) as mix:
+        with torchs_own():
+            there.add_(here)
+            assert not mix.has_mixed
+            with torchs_own():
+                there.numpy()
+            there.add_(here)
+        begin_torchs_own()
+        there.add_(here)
+        end_torchs_own()
+        assert not mix.has_mixed
+        there.add_(here)
+        assert mix.has_mixed and there[0] == 5
+
+
+@pytest.mark.parametrize("by_hooks", [False, True])
+def test_what_raises_in_torchs_own_leaves_nothing_behind(by_hooks, marked):
+    there, here = marked.add(torch.ones(3)), torch.ones(3)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), as_on_host(torch.device("cpu")):
+            if by_hooks:
+                begin_torchs_own()
+                raise ZeroDivisionError
+            with torchs_own():
+                raise ZeroDivisionError
+        with torchs_own():  # outside it does nothing
+            pass
+        end_torchs_own()
+        with as_on_host(torch.device("cpu")) as mix:
+            there.numpy()
+            assert mix.has_mixed and here[0] == 1

@@ -2,11 +2,15 @@
 
 It was written for copies on the host and may keep averages of them, or noise to add, in tensors of its own. Operations
 that have tensors of both places run in one of them, with the results, and the writes, that they have on the host.
+
+To look at each of them, and at each attribute of a tensor, takes longer than a small model's update. While torch's own
+optimizers are at it nobody looks: what they are given is where the copies are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.contexts import contextmanager
+from roundpipe.core.watched import unseen
 
 _BETWEEN = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default)
 """Operators that take tensors of two places as they are."""
@@ -32,6 +37,10 @@ class HostMix(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.has_mixed = False
+        self.looks = True
+        """Whether operators may have tensors of both places."""
+        self.step = contextlib.ExitStack()
+        """What ends with the step of an optimizer."""
 
     def is_there(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
@@ -46,7 +55,7 @@ class HostMix(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _BETWEEN:
+        if not self.looks or func in _BETWEEN:
             return func(*args, **kwargs)
         tensors = trees.tensors((args, kwargs))
         here = [tensor for tensor in tensors if tensor.is_cpu and not self.is_there(tensor)]
@@ -112,8 +121,45 @@ class _HostOnly(TorchFunctionMode):
 @contextmanager
 def as_on_host(device: torch.device) -> Iterator[HostMix]:
     """While open, tensors of a device may be used with those of the host."""
-    mix = HostMix(device)
+    mix = _OPEN.mix = HostMix(device)
     with contextlib.ExitStack() as stack:
+        stack.callback(delattr, _OPEN, "mix")
         stack.enter_context(mix)
         stack.enter_context(_HostOnly(mix))
+        stack.enter_context(mix.step)  # one that raised has not come to its end
         yield mix
+
+
+class _Open(threading.local):
+    mix: HostMix | None = None
+    """What a thread is in."""
+
+
+_OPEN = _Open()
+
+
+@contextmanager
+def torchs_own() -> Iterator[None]:
+    """While open, what runs in this thread is torch's, of tensors of one place, and is not looked at."""
+    mix = _OPEN.mix
+    if mix is None or not mix.looks:
+        yield
+        return
+    mix.looks = False
+    try:
+        with unseen():
+            yield
+    finally:
+        mix.looks = True
+
+
+def begin_torchs_own() -> None:
+    """Open `torchs_own` up to `end_torchs_own`."""
+    if (mix := _OPEN.mix) is not None:
+        mix.step.enter_context(torchs_own())
+
+
+def end_torchs_own() -> None:
+    """Close what `begin_torchs_own` has opened, if it has."""
+    if (mix := _OPEN.mix) is not None:
+        mix.step.close()

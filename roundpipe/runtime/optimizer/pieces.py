@@ -126,7 +126,7 @@ def _unsuited(optimizer: torch.optim.Optimizer) -> str:
         return "it is not known to update each element by itself"
     if set(optimizer.defaults) - _OTHERS != set(names):
         return "this version of torch has other options"
-    if _has_hooks(optimizer):
+    if has_hooks(optimizer):
         return "it has hooks, which may look at gradients"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len({id(parameter) for parameter in parameters}) < len(parameters):
@@ -148,7 +148,7 @@ def _unsuited(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether others than this library hear of its steps; true if torch keeps them elsewhere by now."""
     own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", [None]) for when in ("pre", "post")]
     shared = [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", ()) for when in ("pre", "post")]

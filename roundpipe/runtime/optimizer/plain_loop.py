@@ -28,7 +28,9 @@ from roundpipe.core.caller import warn
 from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import unseen
+from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.ranks.turns import Ranks
@@ -217,6 +219,8 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
     if (runner := UpdateRunner.running()) is not None:
         runner.before_step(parameters)
         has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
+        if not has_closure and type(optimizer).__module__.startswith("torch.optim.") and not has_hooks(optimizer):
+            begin_torchs_own()
         runner.pieces.before_step(optimizer, has_closure)
 
 
@@ -224,6 +228,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
 def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     if (runner := UpdateRunner.running()) is not None:
+        end_torchs_own()
         runner.pieces.after_step()
     for side in _sides():
         side.after_plain_step(parameters)
@@ -238,4 +243,5 @@ def _clear(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     clear = functools.partial(_zero_grad, optimizer, set_to_none)
     if not any(side.before_plain_clear(parameters, clear) for side in _sides()):
-        clear()
+        with torchs_own():
+            clear()
