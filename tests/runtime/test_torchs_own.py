@@ -91,5 +91,6 @@ def test_torchs_optimizers_step_there_as_on_the_host(name):
     losses, weights, lives = run("off")
     found_losses, found, lives_by_then = run("auto")
     assert lives_by_then and not lives
-    torch.testing.assert_close(found_losses, losses, rtol=1e-8, atol=0)
-    torch.testing.assert_close(found, weights, rtol=1e-8, atol=1e-10)
+    # step sizes of ASGD are in float32, and a device computes them by other functions
+    torch.testing.assert_close(found_losses, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.optimizer.hand_over import HandOver
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.download import Download
@@ -87,12 +88,16 @@ def test_the_host_waits_for_the_device_only_where_it_reads(is_async, monkeypatch
 
 def test_an_update_lets_a_round_that_waits_begin_first(monkeypatch):
     monkeypatch.setattr(Twins, "are_apart", property(bool))  # as on an accelerator
-    model, x, num_steps, losses, seen = model_of(), batch(5, width=WIDTH), 6, [], []
+    model, x, num_steps, given, seen = model_of(), batch(5, width=WIDTH), 6, [], []
+    backward = Stage.backward
 
-    def slow_loss(output, label=None):
+    def slow_backward(stage, *args):
         time.sleep(0.05)
-        losses.append(None)
-        return square_loss(output, label)
+        gradients = backward(stage, *args)
+        given.append(None)
+        return gradients
+
+    monkeypatch.setattr(Stage, "backward", slow_backward)  # what is given to a device shows nowhere else
 
     with wrapped(model) as piped:
         ours, side = optimizer_of(piped, OPTIMIZERS["AdamW"]), piped._session.optimizer  # the next round must be there
@@ -104,18 +109,18 @@ def test_an_update_lets_a_round_that_waits_begin_first(monkeypatch):
                 time.sleep(0.001)
 
         def update():
-            seen.append(len(losses))
+            seen.append(len(given))
             ours.step()
             ours.zero_grad()
 
         for step in range(num_steps):
             if step == 2:
                 side._hand_over.exchange = exchange_late  # as above
-            piped.forward_backward((x,), loss_fn=slow_loss, run_config=config(1))
+            piped.forward_backward((x,), loss_fn=square_loss, run_config=config(1))
             piped.step(update)
         assert lives_there(piped)
         piped.synchronize()
-    assert seen[2:-1] == [4, 5, 6]  # each behind a loss of the next round
+    assert seen[2:-1] == [4, 5, 6]  # each behind a backward of the next round
 
 
 @pytest.mark.parametrize("residency", ["full", "off"])

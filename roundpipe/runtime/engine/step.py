@@ -319,7 +319,7 @@ class StepState:
 
     @property
     def is_under_way(self) -> bool:
-        return self.is_over or self.failed or self._num_losses > 0 or any(self._runs)
+        return self.is_over or self.failed or any(self._runs)
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         return self._turns_of.get(id(parameter)) or self._turns((), ())

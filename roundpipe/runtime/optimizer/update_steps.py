@@ -106,10 +106,11 @@ class UpdateSteps(UnaskedSteps):
             self._show(pairs)
 
     def _let_begin(self, steps: Sequence[ParameterUse]) -> None:
-        """Return when a round behind those of ``steps`` has given a device its first forward, if one is there.
+        """Return when a round behind those of ``steps`` has given a device a first microbatch, if one is there.
 
         What an update does then keeps that device from nothing; but its Python, beside that of the forward, would have
-        the device wait for both.
+        the device wait for both. So would it beside the backward, where autograd's thread needs the interpreter to let
+        go of each tensor, and gets it late where another thread has it: that took twice as long with a small model.
         """
         if self._twins is None or not self._twins.are_apart:
             return
@@ -118,7 +119,7 @@ class UpdateSteps(UnaskedSteps):
             return
         begins = lambda: following.is_under_way  # noqa: E731
         with self.log.doing("waits", "wait for the next round to begin"):
-            self._gates.board.wait(begins, "the optimizer's thread", "the next round's forward", MOST_WAIT_S)
+            self._gates.board.wait(begins, "the optimizer's thread", "the next round's first microbatch", MOST_WAIT_S)
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():

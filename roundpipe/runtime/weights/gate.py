@@ -118,7 +118,7 @@ class ParameterUse(Protocol):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its device has been given a first microbatch's forward, or the step is over."""
+        """Whether a device has been given all that its first stage does with a microbatch, or the step is over."""
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         """When the step first reads a parameter's weights, when it is done with them, and when with its gradient, as
