@@ -10,11 +10,14 @@ import copy
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, SupportsIndex
+from types import CodeType
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _OURS = __name__.partition(".")[0]
 _TENSOR: Any = torch.Tensor
 _HARMLESS = frozenset(
@@ -87,12 +90,21 @@ def has_views(parameter: torch.Tensor) -> bool:
     return count is None or count(parameter.untyped_storage()._cdata) > 2  # the parameter's own, and the look at it
 
 
+_AROUND_TORCH: set[CodeType] = set()
+
+
+def counts_as_torch(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what is put around a function of torch's: who looks by way of it is the one who called it."""
+    _AROUND_TORCH.add(function.__code__)
+    return function
+
+
 def _is_callers() -> bool:
     """Whether code is at it that is neither torch's nor this library's."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name != "torch":
+        if name != "torch" and frame.f_code not in _AROUND_TORCH:
             return bool(name != _OURS)
         frame = frame.f_back  # type: ignore[assignment]
     return True

@@ -7,7 +7,8 @@ for: before it everything under way ends, behind it the copies go into the model
 gradients in between is seen to where a backward ends (`OptimizerSide.end_call`).
 
 Beside `RoundPipe.step` an optimizer's ``zero_grad()`` is looked at, too: it waits behind an update that has yet to read
-the gradients, and takes those of a round that no step has taken. torch has no hook for it, so it is wrapped.
+the gradients, and takes those of a round that no step has taken. torch has no hook for it, so it is wrapped; so are the
+functions that clip gradients, which take less time if nobody looks at what they do (`as_on_host.py`).
 
 The hooks stay for the process: another thread may be in the middle of a step, which goes through them one by one.
 """
@@ -27,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from roundpipe.core.caller import warn
 from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.watched import unseen
+from roundpipe.core.watched import counts_as_torch, unseen
 from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.pieces import has_hooks
@@ -191,6 +192,8 @@ def watch(side: PlainSteps) -> None:
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
             setattr(torch.optim.Optimizer, "zero_grad", _clear)  # noqa: B010 - not a method of ours, says mypy
+            for name in _CLIPPING:
+                setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name)))
         _watching = (*(each for each in _watching or () if each() is not None), weakref.ref(side))
 
 
@@ -232,6 +235,23 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
         runner.pieces.after_step()
     for side in _sides():
         side.after_plain_step(parameters)
+
+
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+
+
+def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's for gradients, each where it is, which is not looked at in ``step_fn``."""
+
+    @functools.wraps(function)
+    @counts_as_torch
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with torchs_own():
+            return function(*args, **kwargs)
+
+    return clip
 
 
 _zero_grad = torch.optim.Optimizer.zero_grad

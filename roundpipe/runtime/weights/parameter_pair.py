@@ -227,7 +227,8 @@ class ParameterPair:
     def take_gradient(self, together: Together) -> None:
         """Add the model's gradient to the copy's; with a shard, have it ready for the ranks."""
         self.join_gradient()
-        copy, gradient, self.holder.grad = self.copy, self.holder.grad, None
+        copy, holder = self.copy, self.holder
+        gradient, holder.grad = holder.grad, None
         if gradient is None or copy is None:
             return
         if self.shard is not None:
@@ -257,7 +258,7 @@ class ParameterPair:
     def _converted(self, gradient: torch.Tensor, together: Together) -> torch.Tensor:
         """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
         assert self.copy is not None
-        gradient = gradient.detach()
+        gradient = gradient.detach() if gradient.requires_grad else gradient
         if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
             return gradient
         if gradient.layout is not torch.strided:
