@@ -53,7 +53,7 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
     """The chain of layers that a partition describes; the model's modules are shared, not copied."""
     layers, specs = [], []
     functions: GlueFunctions = {}
-    names = names_of_equal(traced.graph)
+    names = names_of_equal(node for chunk in partition.chunks for node in chunk.glue)
     for chunk in partition.chunks:
         writer = _Writer(traced, chunk)
         layers.append(writer.write())

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry, Glue
-from roundpipe.fx.graph.nodes import draws_random, has_effect, modes_of
+from roundpipe.fx.graph.nodes import modes_of
 from roundpipe.fx.passes.generated import GeneratedFunction
 
 _SIZES = frozenset({"size", "dim", "numel"})
@@ -96,23 +96,23 @@ class GlueCode:
         return graph
 
 
-def names_of_equal(graph: Graph) -> dict[Node, str]:
-    """The nodes of a traced graph by the name of the first one that computes the same of the same."""
+def names_of_equal(values: Iterable[Node]) -> dict[Node, str]:
+    """Values of glue, each by the name of the first one that is made in the same way of the same."""
+    values = [*values]
     firsts: dict[Hashable, Node] = {}
     found: dict[Node, Node] = {}
-    for node in graph.nodes:
-        key: Hashable = node
-        if node.op == "get_attr" or not (node.op == "call_module" or has_effect(node) or draws_random(node)):
+    inside = made_of(values)
+    for node in values[0].graph.nodes if values else ():
+        if node in inside:
             operands = _as_key((node.args, node.kwargs), found)
-            key = (node.op, node.target, operands, modes_of(node))
-        found[node] = firsts.setdefault(key, node)
-    return {node: first.name for node, first in found.items()}
+            found[node] = firsts.setdefault((node.op, node.target, operands, modes_of(node)), node)
+    return {node: found[node].name for node in values}
 
 
 def _as_key(value: Any, firsts: Mapping[Node, Node]) -> Hashable:
     """Equal for operands that are the same."""
     if isinstance(value, Node):
-        return firsts[value]
+        return firsts.get(value, value)
     if isinstance(value, dict):
         return dict, tuple((key, _as_key(item, firsts)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
