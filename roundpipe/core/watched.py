@@ -91,6 +91,7 @@ def has_views(parameter: torch.Tensor) -> bool:
 
 
 _AROUND_TORCH: set[CodeType] = set()
+"""Of functions that count as torch's."""
 
 
 def counts_as_torch(function: Callable[P, T]) -> Callable[P, T]:

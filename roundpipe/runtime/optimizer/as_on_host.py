@@ -118,6 +118,14 @@ class _HostOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Open(threading.local):
+    mix: HostMix | None = None
+    """What a thread is in."""
+
+
+_OPEN = _Open()
+
+
 @contextmanager
 def as_on_host(device: torch.device) -> Iterator[HostMix]:
     """While open, tensors of a device may be used with those of the host."""
@@ -128,14 +136,6 @@ def as_on_host(device: torch.device) -> Iterator[HostMix]:
         stack.enter_context(_HostOnly(mix))
         stack.enter_context(mix.step)  # one that raised has not come to its end
         yield mix
-
-
-class _Open(threading.local):
-    mix: HostMix | None = None
-    """What a thread is in."""
-
-
-_OPEN = _Open()
 
 
 @contextmanager

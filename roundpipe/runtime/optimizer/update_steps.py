@@ -110,7 +110,7 @@ class UpdateSteps(UnaskedSteps):
 
         What an update does then keeps that device from nothing; but its Python, beside that of the forward, would have
         the device wait for both. So would it beside the backward, where autograd's thread needs the interpreter to let
-        go of each tensor, and gets it late where another thread has it: that took twice as long with a small model.
+        go of tensors, and gets it late where another thread has it: a small model's took three times as long.
         """
         if self._twins is None or not self._twins.are_apart:
             return
