@@ -51,7 +51,7 @@ def any_marked(prints: Sequence[Fingerprint]) -> bool:
     plain = [each for each in prints if each.address]
     try:
         versions = [each.parameter._version for each in plain]
-    except RuntimeError:  # as in `_marks`
+    except RuntimeError:  # tensors of the inference mode have none
         return any(each.is_marked for each in prints)
     if versions != [each.version for each in plain]:
         return True
@@ -61,10 +61,7 @@ def any_marked(prints: Sequence[Fingerprint]) -> bool:
 
 
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
-    try:
-        version = parameter._version
-    except RuntimeError:  # tensors of the inference mode have none
-        version = 0
+    version = 0 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if is_plain(parameter) else 0
 
 
