@@ -168,7 +168,7 @@ def test_what_was_uploaded_is_written_while_what_lives_on_the_device_is_in_use()
         with torch.no_grad():
             pair.copy.add_(1)
     there, streamed = pairs
-    there.begin_twin(Twin(nn.Parameter(torch.zeros(2))))
+    there.begin_twin(Twin(nn.Parameter(torch.zeros(2)), there.parameter))
     gates = Gates()
     gates.close([pair.parameter for pair in pairs])
     step = Running(gates.weights, streamed.parameter)

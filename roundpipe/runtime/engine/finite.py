@@ -56,9 +56,9 @@ def _check_gradient(readers: str, place: str, gradient: torch.Tensor) -> None:
 def check_weights(spec: StepSpec, layers: Sequence[tuple[int, BoundLayer]], place: str) -> None:
     """Raise `NonFiniteError` if the gradient of a layer's weight holds NaN or Inf; the last layer first."""
     for index, layer in reversed(layers):
-        for slot, parameter in layer.parameters:
+        for slot, parameter in layer.parameters.items():
             if parameter.grad is not None and (found := _found_in([parameter.grad])):
-                name = slot.attributes[0].name
+                name = layer.weights.slots[slot].attributes[0].name
                 which = f"layer {index} ({spec.chain.specs[index].name})"
                 raise NonFiniteError(f"the backward of {which} gave {name} a gradient with {found}: {place}")
 

@@ -24,7 +24,8 @@ class FrozenLayers:
         self._parameters = [*chain.from_iterable(held.parameters)]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         pairs = zip(self._parameters, self._requires_grad, strict=True)
-        self.trained = {parameter for parameter, is_trained in pairs if is_trained}
+        self.trained = {id(parameter) for parameter, is_trained in pairs if is_trained}
+        """Identities of the parameters that were trained, which this keeps alive."""
         self._hooks = _hooks_of(self._parameters)
         self._copies: dict[int, Any] = {}
         self._attributes = {

@@ -16,7 +16,7 @@ from roundpipe.core.module_tree import Structure, structure_message
 from roundpipe.core.storages import bytes_of, is_plain, unshare
 from roundpipe.effects.uses import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
-from roundpipe.runtime.weights.slots import Slot, SlotSpan, aligned, attributes_of, tensors_of
+from roundpipe.runtime.weights.slots import Slot, SlotSpan, TensorPlaces, aligned, attributes_of, tensors_of
 
 _UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
 """What Python code calls or reads to write a tensor without a change of its version."""
@@ -66,6 +66,7 @@ class LayerWeights:
             self.num_bytes += aligned(slot.num_bytes)
             if not is_apart:
                 self.num_packed, self.packed_bytes = len(self.slots), slot.offset + slot.num_bytes
+        self._places = TensorPlaces(slot.attributes[0] for slot in self.slots)
         self.is_plain = all(slot.is_plain for slot in self.slots)
         """Whether no tensor is made of others."""
         self._tied = [slot for slot in self.slots if len(slot.attributes) > 1]
@@ -88,6 +89,15 @@ class LayerWeights:
     @functools.cached_property
     def _writers(self) -> list[nn.Module]:
         return [module for module in self.modules if _has_statistics(module) or _writes_buffers(module)]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """What each slot holds now, as `Slot.current` tells of one."""
+        return self._places.get()
+
+    def tensors_at(self, indexes: Iterable[int]) -> list[torch.Tensor]:
+        """What some slots hold now; `ConfigError` if one holds none."""
+        held = self.tensors()
+        return [self.slots[index].tensor if (tensor := held[index]) is None else tensor for index in indexes]
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""

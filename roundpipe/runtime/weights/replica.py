@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from roundpipe.runtime.weights.frozen_layers import FrozenLayers, hooks_of
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.module_copy import Attributes, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
-from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
+from roundpipe.runtime.weights.slots import Attribute, Slot, TensorPlaces, version_of
 
 
 @dataclass(slots=True)
@@ -169,11 +169,19 @@ class Counterparts:
 
     weights: LayerWeights
     modules: list[nn.Module]
-    slots: list[tuple[Slot, list[Attribute]]]
+    parameters: list[int]
+    """Slots of parameters."""
+    places: list[tuple[int, Attribute]]
+    """Where it has what is in a slot."""
+    buffers: list[tuple[int, Slot, list[Attribute]]]
     empty_buffers: list[tuple[Attribute, Attribute]]
     """Of the original tree, and of the replica."""
-    parameters: list[tuple[Slot, Attribute]]
-    """Those that a forward may give another dtype."""
+    convertible: list[Slot]
+    """Those of parameters that a forward may give another dtype."""
+    converted: TensorPlaces
+    """Where it has these."""
+    dtypes: list[torch.dtype]
+    """Theirs."""
     emptied: list[Attribute]
     """What is bound for a visit only."""
 
@@ -182,18 +190,30 @@ class Counterparts:
         def counterpart(attribute: Attribute) -> Attribute:
             return attribute._replace(module=replica.twin(attribute.module))
 
-        slots = [(slot, [*map(counterpart, slot.attributes)]) for slot in weights.slots]
+        slots = [(index, slot, [*map(counterpart, slot.attributes)]) for index, slot in enumerate(weights.slots)]
         empty_buffers = [(attribute, counterpart(attribute)) for attribute in weights.empty_buffers]
-        parameters = [(slot, twins[0]) for slot, twins in slots if slot.is_parameter and not slot.is_loose]
-        twins = [twin for _, each in slots for twin in each] + [twin for _, twin in empty_buffers]
-        emptied = [twin for twin in twins if not isinstance(twin.module, torch.jit.ScriptModule)]  # can't be without
-        return cls(weights, [*map(replica.twin, weights.modules)], slots, empty_buffers, parameters, emptied)
+        convertible = [(slot, twins[0]) for _, slot, twins in slots if slot.is_parameter and not slot.is_loose]
+        places = [(index, twin) for index, _, twins in slots for twin in twins]
+        twins = [twin for _, twin in places] + [twin for _, twin in empty_buffers]
+        return cls(
+            weights,
+            modules=[*map(replica.twin, weights.modules)],
+            parameters=[index for index, slot, _ in slots if slot.is_parameter],
+            places=places,
+            buffers=[each for each in slots if not each[1].is_parameter],
+            empty_buffers=empty_buffers,
+            convertible=[slot for slot, _ in convertible],
+            converted=TensorPlaces(twin for _, twin in convertible),
+            dtypes=[slot.dtype for slot, _ in convertible],
+            emptied=[twin for twin in twins if not isinstance(twin.module, torch.jit.ScriptModule)],  # can't be without
+        )
 
 
 class _TensorsOf:
     """What stands for the original tree's tensors, looked at if an attribute names one."""
 
-    def __init__(self, bound: Sequence[tuple[Slot, torch.Tensor | None]]) -> None:
+    def __init__(self, weights: LayerWeights, bound: Sequence[torch.Tensor | None]) -> None:
+        self._weights = weights
         self._bound = bound
 
     def get(self, key: int, default: torch.Tensor) -> torch.Tensor:
@@ -201,7 +221,8 @@ class _TensorsOf:
 
     @functools.cached_property
     def _by_id(self) -> dict[int, torch.Tensor]:
-        return {id(slot.tensor): tensor for slot, tensor in self._bound if tensor is not None and slot.fits}
+        pairs = zip(self._weights.slots, self._bound, strict=True)
+        return {id(slot.tensor): tensor for slot, tensor in pairs if tensor is not None and slot.fits}
 
 
 class _Buffer(NamedTuple):
@@ -226,55 +247,42 @@ class BoundLayer:
         self.is_bound = False
         """Whether `bind` has come to its end; a visit whose step fails may end before."""
         self._holds_tensors = False
-        self.parameters: list[tuple[Slot, nn.Parameter]] = []
-        """Those that get gradients."""
+        self.parameters: dict[int, nn.Parameter] = {}
+        """Those that get gradients, by slot."""
         self._buffers: list[_Buffer] = []
 
     def bind(
-        self, tensors: Mapping[int, torch.Tensor | None], with_gradients: bool, frozen: FrozenLayers | None = None
+        self, tensors: Sequence[torch.Tensor | None], with_gradients: bool, frozen: FrozenLayers | None = None
     ) -> None:
-        """Point the replica at the weights on the device, by slot index.
+        """Point the replica at the weights on the device, in the order of slots.
 
         Parameters that are among them are used as they are, by one bound layer after another.
         """
-        there = self.replica.counterparts(self.weights)
-        bound: list[tuple[Slot, torch.Tensor | None]] = []
-        for index, (slot, _) in enumerate(there.slots):
-            tensor = tensors[index]
-            if slot.is_parameter and tensor is not None:
-                original = slot.tensor
-                is_trained = original.requires_grad if frozen is None else original in frozen.trained
-                hooks: tuple[Any, ...] = ()
-                if with_gradients and is_trained and tensor is not original:
-                    hooks = hooks_of(original) if frozen is None else frozen.hooks_of(original)
-                tensor = self._as_parameter(tensor, slot, is_trained, with_gradients, hooks)
-            bound.append((slot, tensor))
-        self.replica.refresh(_TensorsOf(bound), frozen)
-        self.habits = self.weights.habits_of(there.modules)
+        weights, there = self.weights, self.replica.counterparts(self.weights)
+        bound = [*tensors]
+        indexes = [index for index in there.parameters if bound[index] is not None]
+        for index, original in zip(indexes, weights.tensors_at(indexes), strict=True):
+            tensor: Any = bound[index]
+            is_trained = original.requires_grad if frozen is None else id(original) in frozen.trained
+            gets_gradient = is_trained and with_gradients
+            hooks: tuple[Any, ...] = ()
+            if gets_gradient and tensor is not original:
+                hooks = hooks_of(original) if frozen is None else frozen.hooks_of(original)
+            if hooks or type(tensor) is not nn.Parameter or tensor.requires_grad != is_trained:
+                bound[index] = tensor = _as_parameter(tensor, is_trained, hooks)
+            if gets_gradient:
+                self.parameters[index] = tensor
+        self.replica.refresh(_TensorsOf(weights, bound), frozen)
+        self.habits = weights.habits_of(there.modules)
         self._holds_tensors = True
-        for (slot, twins), (_, tensor) in zip(there.slots, bound, strict=True):
-            for module, table, name in twins:
-                getattr(module, table)[name] = tensor
-            if not slot.is_parameter:
-                self._buffers.append(_Buffer(slot.attributes, twins, tensor, version_of(tensor)))
+        for index, (module, table, name) in there.places:
+            getattr(module, table)[name] = bound[index]
+        for index, slot, twins in there.buffers:
+            self._buffers.append(_Buffer(slot.attributes, twins, bound[index], version_of(bound[index])))
         for original_buffer, twin in there.empty_buffers:
             twin.set(None)
             self._buffers.append(_Buffer([original_buffer], [twin], None, version_of(None)))
         self.is_bound = True
-
-    def _as_parameter(
-        self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool, hooks: tuple[Any, ...]
-    ) -> nn.Parameter:
-        """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
-        if hooks or not isinstance(tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor.detach(), requires_grad=is_trained)
-        elif tensor.requires_grad != is_trained:
-            tensor.requires_grad_(is_trained)
-        for hook in hooks:
-            tensor.register_hook(hook)  # as on the original, once per microbatch
-        if is_trained and with_gradients:
-            self.parameters.append((slot, tensor))
-        return tensor
 
     @property
     def has_buffers(self) -> bool:
@@ -312,15 +320,15 @@ class BoundLayer:
 
     def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Parameters of the original tree that the forward gave another dtype, and that dtype."""
-        for slot, (module, table, name) in self.replica.counterparts(self.weights).parameters:
-            parameter = getattr(module, table)[name]
-            if parameter is not None and parameter.dtype != slot.dtype and slot.fits:
-                yield slot.tensor, parameter.dtype
+        there = self.replica.counterparts(self.weights)
+        for slot, tensor, dtype in zip(there.convertible, there.converted.get(), there.dtypes, strict=True):
+            if tensor is not None and tensor.dtype != dtype and slot.fits:
+                yield slot.tensor, tensor.dtype
 
     def unbind(self) -> None:
         """Drop every reference to device memory, also if `bind` did not come to its end."""
         self.is_bound = False
-        for _, parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None  # whoever still holds the parameter does not hold its gradient
         if self._holds_tensors:
             for module, table, name in self.replica.counterparts(self.weights).emptied:
@@ -329,3 +337,14 @@ class BoundLayer:
         self.parameters.clear()
         self._buffers.clear()
         self.replica.drop_tensors()
+
+
+def _as_parameter(tensor: torch.Tensor, is_trained: bool, hooks: Sequence[Any]) -> nn.Parameter:
+    """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
+    if hooks or not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor.detach(), requires_grad=is_trained)
+    elif tensor.requires_grad != is_trained:
+        tensor.requires_grad_(is_trained)
+    for hook in hooks:
+        tensor.register_hook(hook)  # as on the original, once per microbatch
+    return tensor

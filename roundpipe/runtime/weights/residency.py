@@ -77,8 +77,8 @@ class Visit:
         """Per layer, what lies in the region."""
         self.parts: list[ResidentPart] = []
         """All that it reads."""
-        self._tensors: list[dict[int, torch.Tensor | None]] = []
-        """Per layer that was brought, by slot."""
+        self._tensors: list[list[torch.Tensor | None]] = []
+        """Per layer that was brought, in the order of slots."""
         self._offset = 0
         self._batches: list[_Brought] = []
         self._num_arrived = 0
@@ -138,7 +138,7 @@ class Visit:
             self.streamed.append(part)
         part = self.streamed[position]
         self.parts.append(part)
-        tensors = dict(zip(stay.streamed, part.tensors, strict=True))
+        tensors: dict[int, torch.Tensor | None] = dict(zip(stay.streamed, part.tensors, strict=True))
         for slots in stay.parts:
             part, made = self._residents.bring(weights, slots, self._step)
             copies += made
@@ -151,12 +151,12 @@ class Visit:
             brought, made = self._residents.twins.bring(weights, stay.twins, self._step)
             copies += made
             tensors.update(zip(stay.twins, brought, strict=True))
-        self._tensors.append(tensors)
+        self._tensors.append([tensors[index] for index in range(len(weights.slots))])
         self._offset += stay.streamed_bytes
 
     def twins(self) -> list[torch.Tensor]:
         """Parameters whose twins it runs on."""
-        return [layer.weights.slots[index].tensor for layer in self.layers for index in layer.stay.twins]
+        return [each for one in self.layers if one.stay.twins for each in one.weights.tensors_at(one.stay.twins)]
 
     def has_arrived(self, position: int) -> bool:
         """Whether COMPUTE waits for a layer, or has."""
@@ -206,10 +206,10 @@ class Visit:
             return backend.download(tensor, Lane.GRADIENTS)
 
         for position, layer in enumerate(self.layers):
-            for slot, parameter in layer.parameters if position not in added else ():
-                if (gradient := parameter.grad) is None:
-                    continue
-                host = holder = slot.tensor
+            parameters = layer.parameters.items() if position not in added else ()
+            gradients = {slot: each.grad for slot, each in parameters if each.grad is not None}
+            for host, gradient in zip(layer.weights.tensors_at(gradients), gradients.values(), strict=True):
+                holder = host
                 if twins and (twin := twins.get(host)) is not None:
                     holder = twin.weights
                 else:

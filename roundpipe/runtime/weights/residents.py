@@ -19,9 +19,9 @@ from torch import nn
 
 from roundpipe.core.storages import stored_tensors
 from roundpipe.runtime.device.backend import Backend, Lane
-from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.layer_weights import LayerWeights, Views
-from roundpipe.runtime.weights.slots import place_of, version_of
+from roundpipe.runtime.weights.slots import places_of, version_of
 from roundpipe.runtime.weights.twins import Twins
 
 PURPOSE = "resident weights"
@@ -81,7 +81,7 @@ class ResidentPart:
     prints: list[Fingerprint]
     """Of the host's tensors, taken before they were uploaded."""
     tensors: list[torch.Tensor | None]
-    marks: list[tuple[object, ...]]
+    marks: tuple[object, ...]
     """Of the tensors, when they were uploaded."""
     checked_in: int
     """The step in which samples of the host's values were last compared."""
@@ -109,18 +109,17 @@ class ResidentPart:
         prints = [Fingerprint.of(part, with_sample=with_samples) for part in stored]
         found, copies = weights.upload(backend, memory, indexes, views)
         on_device = [found[index] for index in indexes]
-        marks = [*map(_marks_of, on_device)]
-        return cls(_key(weights, indexes), memory, prints, on_device, marks, step, views), copies
+        return cls(_key(weights, indexes), memory, prints, on_device, _marks_of(on_device), step, views), copies
 
     @classmethod
     def nothing(cls, memory: torch.Tensor, step: int) -> Self:
         """No slots of a layer, since all of them stay."""
-        return cls((), memory, [], [], [], step)
+        return cls((), memory, [], [], _marks_of(()), step)
 
     @property
     def is_marked(self) -> bool:
         """Whether the host's tensors were written since, as far as versions and memory tell."""
-        return any(print.is_marked for print in self.prints)
+        return any_marked(self.prints)
 
     def is_current(self, step: int) -> bool:
         """Whether the host's tensors are what was uploaded; samples of their values are compared once per step."""
@@ -136,11 +135,11 @@ class ResidentPart:
     @property
     def is_written(self) -> bool:
         """Whether a forward has written the device's tensors, or given them other memory."""
-        return [*map(_marks_of, self.tensors)] != self.marks
+        return _marks_of(self.tensors) != self.marks
 
     def replace_tensors(self, tensors: list[torch.Tensor | None]) -> None:
         """Have others in the same memory."""
-        self.tensors, self.marks = tensors, [*map(_marks_of, tensors)]
+        self.tensors, self.marks = tensors, _marks_of(tensors)
 
 
 class Residents:
@@ -267,9 +266,10 @@ def _parts(
         yield StayingSlots(PartOf(is_trained, index), (index,))
 
 
-def _marks_of(tensor: torch.Tensor | None) -> tuple[object, ...]:
-    return version_of(tensor), place_of(tensor)
+def _marks_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+    return [*map(version_of, tensors)], places_of(tensors)
 
 
 def _key(weights: LayerWeights, indexes: Iterable[int]) -> Key:
-    return tuple(id(weights.slots[index].current) for index in indexes)
+    ids = [*map(id, weights.tensors())]
+    return tuple([ids[index] for index in indexes])

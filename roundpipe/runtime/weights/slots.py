@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, getitem
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from roundpipe.core.module_tree import structure_message
 from roundpipe.core.storages import is_made_of_others, is_plain, rebuilt, stored_tensors
 
 ALIGNMENT = 64
+_FORM = attrgetter("dtype", "shape")
 
 
 def aligned(num_bytes: int) -> int:
@@ -41,6 +43,26 @@ class Attribute(NamedTuple):
 
     def set(self, tensor: torch.Tensor | None) -> None:
         getattr(self.module, self.table)[self.name] = tensor
+
+
+class TensorPlaces:
+    """Attributes that are asked for their tensors all at once: a step asks for those of hundreds, several times."""
+
+    def __init__(self, attributes: Iterable[Attribute]) -> None:
+        self._attributes = [*attributes]
+        self._owners = [attribute.module.__dict__ for attribute in self._attributes]
+        self._tables = [attribute.table for attribute in self._attributes]
+        self._names = [attribute.name for attribute in self._attributes]
+        self._is_scripted = any(isinstance(each.module, torch.jit.ScriptModule) for each in self._attributes)
+
+    def get(self) -> list[torch.Tensor | None]:
+        """As `Attribute.get`, of each."""
+        if not self._is_scripted:
+            try:
+                return [*map(dict.get, map(getitem, self._owners, self._tables), self._names)]
+            except (KeyError, TypeError):  # a table is no dict, or gone
+                pass
+        return [attribute.get() for attribute in self._attributes]
 
 
 def attributes_of(layer: nn.Module) -> list[Attribute]:
@@ -76,6 +98,12 @@ def place_of(tensor: torch.Tensor | None) -> tuple[object, ...]:
     if type(tensor) is not nn.Parameter:
         return ()
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def places_of(tensors: Iterable[torch.Tensor | None]) -> tuple[list[object], ...]:
+    """As `place_of`, of many, to be compared with what it is later."""
+    told = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+    return [*map(torch.Tensor.data_ptr, told)], [*map(_FORM, told)], [*map(torch.Tensor.stride, told)]
 
 
 class SlotSpan(NamedTuple):

@@ -14,18 +14,19 @@ own stream waits by events (`Twins.follow_caller`, `Twins.precede_caller`).
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import nn
 
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.slots import SlotSpan, aligned, place_of
+from roundpipe.runtime.weights.slots import SlotSpan, aligned, places_of
 
 PURPOSE = "weights that live here"
 BESIDE = "the optimizer's copies and states"
@@ -37,6 +38,7 @@ class Twin:
 
     weights: nn.Parameter
     """With the model's gradient."""
+    of_host: torch.Tensor
     print: Fingerprint | None = None
     """Of the host's parameter when the two last agreed; None: nothing was uploaded yet."""
     is_ahead: bool = False
@@ -44,35 +46,49 @@ class Twin:
     checked_in: int = -1
     """The step in which a sample of the host's values was last compared."""
 
-    def is_current(self, step: int) -> bool:
-        """Whether the host's parameter has nothing newer; a sample of its values is compared once per step."""
-        if self.is_ahead:
-            return True
-        if self.print is None or self.print.is_marked:
-            return False
-        is_due, self.checked_in = self.checked_in != step, step
-        return not (is_due and self.print.has_other_values)
+    @property
+    def is_current(self) -> bool:
+        """Whether the host's parameter has nothing newer, as far as marks tell."""
+        return self.is_ahead or (self.print is not None and not self.print.is_marked)
 
     def agree(self, parameter: torch.Tensor) -> None:
         """The host's parameter has the twin's values now, or the other way round."""
         self.print, self.is_ahead = Fingerprint.of(parameter), False
 
 
-class _Lent(NamedTuple):
-    """A parameter that a layer runs on, in the memory of a twin; its gradient is that of one visit."""
+@dataclass(slots=True)
+class _Lent:
+    """What a layer runs on, in the memory of twins; its gradients are those of one visit."""
 
-    of_host: torch.Tensor
-    twin: Twin
-    on_device: nn.Parameter
-    place: tuple[object, ...]
+    of_host: list[torch.Tensor]
+    twins: list[Twin]
+    on_device: list[nn.Parameter]
+    places: tuple[object, ...]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, twin: Twin) -> Self:
-        on_device = nn.Parameter(twin.weights.data, requires_grad=parameter.requires_grad)
-        return cls(parameter, twin, on_device, place_of(on_device))
+    def of(cls, of_host: list[torch.Tensor], twins: list[Twin]) -> Self:
+        pairs = zip(of_host, twins, strict=True)
+        on_device = [nn.Parameter(twin.weights.data, requires_grad=each.requires_grad) for each, twin in pairs]
+        return cls(of_host, twins, on_device, places_of(on_device))
 
-    def is_of(self, parameter: torch.Tensor) -> bool:
-        return self.of_host is parameter and place_of(self.on_device) == self.place
+    def is_of(self, of_host: Sequence[torch.Tensor]) -> bool:
+        is_same = len(of_host) == len(self.of_host) and all(map(operator.is_, self.of_host, of_host))
+        return is_same and places_of(self.on_device) == self.places
+
+    def written(self, step: int) -> list[tuple[torch.Tensor, Twin, nn.Parameter]]:
+        """Those of which the host has something newer; a sample of values is compared once per step."""
+        behind = [twin for twin in self.twins if not twin.is_ahead]
+        if not behind:
+            return []
+        due = [twin for twin in behind if twin.checked_in != step]
+        for twin in due:
+            twin.checked_in = step
+        others = {id(twin) for twin in due if twin.print is not None and twin.print.has_other_values}
+        prints = [twin.print for twin in behind if twin.print is not None]
+        if not others and len(prints) == len(behind) and not any_marked(prints):
+            return []
+        each = zip(self.of_host, self.twins, self.on_device, strict=True)
+        return [one for one in each if id(one[1]) in others or not one[1].is_current]
 
 
 class Twins:
@@ -80,8 +96,9 @@ class Twins:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._twins: dict[torch.Tensor, Twin] = {}
-        self._lent: dict[nn.Module, list[_Lent]] = {}
+        self._twins: dict[int, Twin] = {}
+        """By the identity of the host's parameter: to hash a tensor takes Python."""
+        self._lent: dict[nn.Module, _Lent] = {}
         """By layer, what it runs on."""
         self.ids: frozenset[int] = frozenset()
         """Identities of the parameters that have twins, which these keep alive."""
@@ -98,7 +115,7 @@ class Twins:
         return self._memory is not None
 
     def get(self, parameter: torch.Tensor) -> Twin | None:
-        return self._twins.get(parameter)
+        return self._twins.get(id(parameter))
 
     def are_of(self, parameters: Sequence[torch.Tensor], staying: Collection[int]) -> bool:
         """Whether of these parameters those have twins that are trained now and ``staying``, by their identities."""
@@ -141,9 +158,9 @@ class Twins:
             raise
         self._memory, self._beside_bytes, start = memory, beside_bytes, 0
         for each in parameters:
-            self._twins[each] = Twin(nn.Parameter(SlotSpan.of(each, 0).view(memory.data, start)))
+            self._twins[id(each)] = Twin(nn.Parameter(SlotSpan.of(each, 0).view(memory.data, start)), each)
             start += aligned(each.nbytes)
-        self.ids = frozenset(map(id, parameters))
+        self.ids = frozenset(self._twins)
 
     def forget(self, layer: nn.Module) -> None:
         """Drop what is known of a layer."""
@@ -169,19 +186,18 @@ class Twins:
         """
         lent, backend = self._lent_to(weights, slots), self.backend
         copies: list[torch.Tensor] = []
-        for parameter, twin, on_device, _ in lent:
-            if not twin.is_current(step):
-                if not copies:
-                    backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # behind the visits that read it
-                twin.agree(parameter)
-                copies.append(backend.upload(parameter, on_device.detach(), Lane.WEIGHTS))
-        return [each.on_device for each in lent], copies
+        for parameter, twin, on_device in lent.written(step):
+            if not copies:
+                backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # behind the visits that read it
+            twin.agree(parameter)
+            copies.append(backend.upload(parameter, on_device.detach(), Lane.WEIGHTS))
+        return lent.on_device, copies
 
-    def _lent_to(self, weights: LayerWeights, slots: tuple[int, ...]) -> list[_Lent]:
-        parameters = [weights.slots[index].tensor for index in slots]
-        known = self._lent.get(weights.layer, [])
-        if len(known) != len(parameters) or not all(map(_Lent.is_of, known, parameters)):
-            known = self._lent[weights.layer] = [_Lent.of(each, self._twins[each]) for each in parameters]
+    def _lent_to(self, weights: LayerWeights, slots: tuple[int, ...]) -> _Lent:
+        parameters = weights.tensors_at(slots)
+        known = self._lent.get(weights.layer)
+        if known is None or not known.is_of(parameters):
+            known = self._lent[weights.layer] = _Lent.of(parameters, [self._twins[id(each)] for each in parameters])
         return known
 
     def activate(self) -> contextlib.AbstractContextManager[object]:
