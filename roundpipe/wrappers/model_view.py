@@ -160,7 +160,7 @@ class ModelView(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state with its own keys, after the latest update."""
-        self._session.optimizer.settle()
+        self._session.optimizer.settle(looks=True)
         return self._target.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -104,6 +104,46 @@ def test_weights_written_between_steps_stay_written(is_async, write, way):
                 torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("way", ["compile", "by hand"])
+@pytest.mark.parametrize("write", WRITES)
+@modes
+def test_copies_written_between_steps_stay_written(is_async, write, way):
+    """The same with ``optim_parameters()``, as a loop clips or swaps that has its optimizer's parameters only."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    eager = torch.optim.Adam(reference.parameters(), lr=0.01)
+    with (roundpipe.compile if way == "compile" else roundpipe.RoundPipe)(model, devices=["cpu"] * 2) as piped:
+        ours = torch.optim.Adam(piped.optim_parameters(), lr=0.01)
+        for seed in range(4):
+            with torch.no_grad():
+                pairs = zip(piped.optim_parameters(), reference.parameters(), strict=True)
+                for one, other in list(pairs)[seed::2]:
+                    write(one)
+                    write(other)
+            state = (model if seed % 2 else piped).state_dict()
+            for one, other in zip(state.values(), reference.state_dict().values(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+            expected = eager_backward(reference, batch(seed=seed))
+            loss = piped.forward_backward((batch(seed=seed),), loss_fn=square_loss, run_config=config(NUM))
+            assert float(loss) == pytest.approx(expected, rel=1e-9)
+            eager.step()
+            eager.zero_grad()
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+            if is_async:
+                piped.synchronize()
+
+
+def test_a_write_of_a_copys_data_counts_where_no_sample_is_looked_at_too():
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 5)).double()
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        copies = list(piped.optim_parameters())
+        for one in copies:
+            one.data.view(-1)[1] = 0.5  # which is looked at in the small ones only
+        piped.synchronize()
+        for one, other in zip(model.parameters(), copies, strict=True):
+            assert torch.equal(one, other) and one.view(-1)[1] == 0.5
+
+
 def double(parameter):
     parameter.mul_(2)
 

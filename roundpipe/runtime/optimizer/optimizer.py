@@ -298,9 +298,17 @@ class OptimizerSide(UpdateSteps):
             not self.is_idle or self._weights_changed or self.is_ahead or bool(self._steps.running())
         )
 
-    def settle(self) -> None:
-        """Synchronize before the model is read; for code that a call runs, and in other threads, nothing happens."""
-        if self._closed or not self._gates.board.is_here or not self.is_stale:
+    @property
+    def _is_behind_copies(self) -> bool:
+        """Whether copies were written outside of updates since the model had their values."""
+        return self.is_idle and not self._weights_changed and any(pair.is_ahead for pair in self._pairs)
+
+    def settle(self, *, looks: bool = False) -> None:
+        """Synchronize before the model is read; for code that a call runs, and in other threads, nothing happens.
+
+        ``looks``: also if the loop has written copies since, which are all looked at for it.
+        """
+        if self._closed or not self._gates.board.is_here or not (self.is_stale or (looks and self._is_behind_copies)):
             return
         if self._runner.is_inside and not self.is_idle:
             self.wait("a read of the model's state")

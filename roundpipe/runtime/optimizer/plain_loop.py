@@ -94,8 +94,8 @@ class PlainSteps(ABC):
 
     @property
     def is_callers(self) -> bool:
-        """Whether the calling code runs in the thread of the latest call, and not for a step."""
-        return self._caller == threading.get_ident() and not self._steps.is_inside
+        """Whether the calling code runs in the thread of the latest call, if there was one, and not for a step."""
+        return self._caller in (None, threading.get_ident()) and not self._steps.is_inside
 
     def note_round(self, adds_gradients: bool) -> None:
         """A round is about to begin."""

@@ -37,10 +37,10 @@ class _ReadHook:
     def __init__(self, watch: ReadWatch) -> None:
         self._watch: weakref.ref[ReadWatch] | None = weakref.ref(watch)
 
-    def settle(self) -> None:
+    def settle(self, *, looks: bool = False) -> None:
         watch = None if self._watch is None else self._watch()
         if watch is not None:
-            watch.settle()
+            watch.settle(looks=looks)
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -49,7 +49,7 @@ class _ReadHook:
 
 class _BeforeState(_ReadHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.settle()
+        self.settle(looks=not prefix)  # once for all modules
 
 
 class _BeforeForward(_ReadHook):
@@ -106,7 +106,7 @@ class ReadWatch:
         self._attributes = [module.__dict__ for module in self._modules]
         _open(self)
 
-    def settle(self, parameter: nn.Parameter | None = None) -> None:
+    def settle(self, parameter: nn.Parameter | None = None, *, looks: bool = False) -> None:
         """Wait for what the model lacks, if a parameter is given only where it is the model's.
 
         A worker that calls a layer may find the hook, too, and passes.
@@ -115,7 +115,7 @@ class ReadWatch:
             return
         if self._optimizer.is_callers:
             self.close_forward()
-        self._optimizer.settle()
+        self._optimizer.settle(looks=looks)
 
     def open_forward(self) -> None:
         """Calls are read from now on, if the model lacks something."""

@@ -16,7 +16,7 @@ from roundpipe.runtime.optimizer.update import NOT_MADE, Update
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.weights.gate import ParameterUse
-from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, watch_copies
 from roundpipe.runtime.weights.shard import Shard
 
 MOST_WAIT_S = 0.5
@@ -103,6 +103,7 @@ class UpdateSteps(UnaskedSteps):
             self._hand_over.follow(pairs)
         self._weights_changed = False
         if shows_gradients:
+            watch_copies(pairs)
             self._show(pairs)
 
     def _let_begin(self, steps: Sequence[ParameterUse]) -> None:
@@ -126,4 +127,5 @@ class UpdateSteps(UnaskedSteps):
             self._hand_over.write_weights(pairs)
             self._hand_over.follow(pairs)
             self._settle_home(pairs)
+        watch_copies(pairs)
         self._weights_changed = False

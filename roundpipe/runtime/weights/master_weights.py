@@ -13,7 +13,13 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, convert_gradients, look, with_other_values
+from roundpipe.runtime.weights.parameter_pair import (
+    ParameterPair,
+    convert_gradients,
+    look,
+    watch_copies,
+    with_other_values,
+)
 from roundpipe.runtime.weights.shard import Shard
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -131,6 +137,7 @@ class MasterWeights:
             HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes // num_shards})
             for pair in new:
                 pair.make_copy(self._dtype_of_copy(pair))
+            watch_copies(new)
         self._warn_of_half(trainable)
         self._copied = list(trainable), dtypes
         return trainable
@@ -177,6 +184,9 @@ class MasterWeights:
     def ahead(self) -> list[ParameterPair]:
         """Those whose copies were written since they and the model agreed; a `ConfigError` if each rank has a shard."""
         ahead = [pair for pair in self._pairs if pair.is_ahead]
+        if any(pair.copy is not None and pair.copy._version == pair.copy_version for pair in ahead):
+            # through `.data`: others may have been written where nobody looked
+            ahead += [pair for pair in self._pairs if pair not in ahead and not pair.is_away and pair.is_behind]
         if ahead and self._shard is not None:
             for pair in ahead:
                 pair.agree()

@@ -44,6 +44,8 @@ class ParameterPair:
     """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
     copy_version: int = 0
     """The copy's when it and the model's parameter last agreed."""
+    copy_print: Fingerprint | None = None
+    """The copy then, if no update was on its way: it shows what the training loop writes through ``.data``."""
     fingerprint: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_written: bool = False
@@ -68,12 +70,15 @@ class ParameterPair:
         """The copy's side, if there is a copy, knows what the model's parameter holds now."""
         if self.copy is not None:
             self.fingerprint = Fingerprint.of(self.parameter)
-            self.copy_version = self.copy._version
+            self.copy_version, self.copy_print = self.copy._version, None
 
     @property
     def is_ahead(self) -> bool:
         """Whether the copy was written since it and the model's parameter agreed."""
-        return self.copy is not None and self.copy._version != self.copy_version
+        if self.copy is None or self.copy._version != self.copy_version:
+            return self.copy is not None
+        known = self.copy_print
+        return known is not None and (known.is_marked or known.has_other_values)
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
@@ -116,7 +121,7 @@ class ParameterPair:
         copy = self.copy
         if copy is not None and copy.dtype != dtype and is_plain(copy) and is_plain(self.parameter):
             convert(copy, dtype)
-            self.spare, self.early = None, EarlyGradient()
+            self.spare, self.early, self.copy_print = None, EarlyGradient(), None
 
     @property
     def is_behind(self) -> bool:
@@ -186,7 +191,7 @@ class ParameterPair:
         was_shown = self.shown is not None
         self.take_back()
         gradient, self.copy.grad = self.copy.grad, None
-        self.spare, self.early = None, EarlyGradient()
+        self.spare, self.early, self.copy_print = None, EarlyGradient(), None
         self.copy.data = move(self.copy.data, device)
         if gradient is not None and gradient.device != device:
             gradient = gradient.to(device) if was_shown else move(gradient, device)
@@ -320,6 +325,13 @@ def look(pairs: Iterable[ParameterPair]) -> None:
             pair.look()
 
 
+def watch_copies(pairs: Iterable[ParameterPair]) -> None:
+    """From now on, until an update is asked for, `ParameterPair.is_ahead` tells of writes without a mark, too."""
+    for pair in pairs:
+        if pair.copy is not None and pair.copy_print is None and not pair.is_away:
+            pair.copy_print = Fingerprint.of(pair.copy)
+
+
 def with_other_values(pairs: Iterable[ParameterPair]) -> list[ParameterPair]:
     """Those whose parameters were written without a mark, as far as samples show."""
     return [pair for pair in pairs if pair.fingerprint is not None and pair.fingerprint.has_other_values]
@@ -338,7 +350,7 @@ def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) ->
         twin.is_ahead = True
         pair.fingerprint = Fingerprint.of(pair.parameter, with_sample=with_samples)
     for pair, _, copy in written:
-        pair.copy_version = copy._version
+        pair.copy_version, pair.copy_print = copy._version, None
     copy_all((twin.weights, copy) for _, twin, copy in written)
 
 
