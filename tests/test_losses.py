@@ -361,3 +361,13 @@ def test_a_loss_of_the_whole_batch_is_behind_forwards_of_microbatches_on_the_hos
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
     assert_same(gradients(model), gradients(twin), 1e-12)
+
+
+def test_a_reduction_counts_without_other_options():
+    """``run_config=None`` stands for no options, and keeps those that are arguments of their own."""
+    model, x = nn.Linear(6, 3), torch.randn(9, 6)
+    loss_fn = lambda out, _: out.square().mean()  # noqa: E731
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        for call in (piped.forward_backward, piped.forward_loss):
+            loss = call((x,), loss_fn=loss_fn, loss_reduction="mean", run_config=None)
+            torch.testing.assert_close(loss, loss_fn(model(x), None))

@@ -33,6 +33,11 @@ X = torch.ones(5, 6)
 CONSTRUCTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "model is a list": ({"model": [nn.Linear(2, 2)]}, ValueError, "got list"),
     "model is a class": ({"model": nn.Linear}, ValueError, "got type"),
+    "model without shapes": (
+        {"model": nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(3))},
+        ValueError,
+        r"1\.weight of the Sequential has no shape yet.*Call the model once on an example before",
+    ),
     "optim_dtype of whole numbers": ({"optim_dtype": torch.int8}, ValueError, "floating-point torch.dtype"),
     "optim_dtype as text": ({"optim_dtype": "float32"}, ValueError, "floating-point torch.dtype"),
     "name is a number": ({"name": 5}, ValueError, "name is int; give a string"),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.runtime.config import resolve
-from roundpipe.wrappers.loss_warnings import MOST_READ, LossWarnings
+from roundpipe.wrappers.batch_warnings import MOST_READ, BatchWarnings
 from tests.runtime.models import assert_same, gradients
 from tests.test_losses import VOCABULARY, Tokens, padded
 from tests.wrappers.cases_tails import runs
@@ -259,10 +259,10 @@ class OnDevice(torch.Tensor):
 
 
 def test_scalars_on_a_device_are_looked_at_in_the_first_calls_only():
-    looks, config = LossWarnings(nn.Identity()), resolve(None, None, num_devices=1)
+    looks, config = BatchWarnings("Identity"), resolve(None, None, num_devices=1)
     outputs = [{"loss": torch.zeros(()).as_subclass(OnDevice)} for _ in range(2)]
     for _ in range(MOST_READ + 2):
-        looks.look_at_outputs(outputs, config)
+        looks.look(outputs, config)
     assert OnDevice.reads == MOST_READ * len(outputs)
     with pytest.warns(UserWarning, match="is the average over the 2 microbatches"):
-        looks.look_at_outputs([{"loss": torch.zeros(())}, {"loss": torch.ones(())}], config)
+        looks.look([{"loss": torch.zeros(())}, {"loss": torch.ones(())}], config)

@@ -286,6 +286,10 @@ class LayerChain(nn.Sequential):
         self.example_elements = example_elements
         self.example_size = example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
+        self.odd_outputs: Mapping[Path, str] = {}
+        """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
+        self.takes_samples_as_time = ""
+        """The module, in words, for which a batch must stay in one piece; empty if there is none."""
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""
 

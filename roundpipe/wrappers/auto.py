@@ -24,6 +24,7 @@ from roundpipe.runtime.engine.losses import LossWeights, Mean, place_of, read_lo
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
+from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.module_layers import chain_of_modules
@@ -62,6 +63,9 @@ class HostRunner(Runner):
         self._warned = False
         self._warned_of_arguments = False
         self._loss_warnings = LossWarnings(self.model)
+        self._batch_warnings = BatchWarnings(type(self.model).__name__)
+        self._shared: dict[str, set[int]] = {}
+        """See `split`."""
         names = {module: name for name, module in self.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
@@ -88,12 +92,12 @@ class HostRunner(Runner):
             if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
             else:
-                pieces = split(args, kwargs, None, config)
+                pieces = split(args, kwargs, None, config, self._shared)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
                 outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
-            self._loss_warnings.look_at_outputs(outputs, config)
+            self._batch_warnings.look(outputs, config)
             outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
         return outputs
@@ -112,7 +116,7 @@ class HostRunner(Runner):
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
-        pieces = split(args, kwargs, training.label, config)
+        pieces = split(args, kwargs, training.label, config, self._shared)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
         outputs: list[Any] = []

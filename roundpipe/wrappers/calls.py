@@ -43,6 +43,7 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import Split, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
+from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.host_gradients import tensors_reached_by
@@ -76,6 +77,9 @@ class ChainRunner(Runner):
         session = self.session
         self._joints = JointChains(self.name)
         self._loss_warnings = LossWarnings(self.model)
+        self._batch_warnings = BatchWarnings(type(self.model).__name__)
+        self._shared: dict[str, set[int]] = {}
+        """See `split`."""
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -99,7 +103,7 @@ class ChainRunner(Runner):
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        self._loss_warnings.look_at_outputs(outputs, config, scalars)
+        self._batch_warnings.look(outputs, config, scalars, calls[0].chain.odd_outputs)
         return merge(outputs, config, scalars=scalars)
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -154,6 +158,8 @@ class ChainRunner(Runner):
             gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
+        if training.return_outputs:
+            self._batch_warnings.look(outputs, config, odd=calls[0].chain.odd_outputs, has_loss=True)
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
@@ -252,7 +258,8 @@ class ChainRunner(Runner):
         if config.auto and (chain := self.last_chain or self.source.latest) is not None:
             whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
-        pieces = split(args, kwargs, label, config)
+        config = self._batch_warnings.in_one_piece(config, self.last_chain)
+        pieces = split(args, kwargs, label, config, self._shared)
         for events in pieces.events:
             for event in events:  # guards may read the arguments
                 event.synchronize()
@@ -283,6 +290,10 @@ class ChainRunner(Runner):
         if (calls := calls_by(self.source)) is None:
             self.last_chain = None
             return None, pieces.replay_options(options, config)
+        if pieces.num_microbatches > 1 and self._batch_warnings.in_one_piece(config, calls[0].chain) is not config:
+            self.last_chain = calls[0].chain
+            again = (options, label, loss_fn, first_microbatch, make_tail, share)
+            return self._calls(args, kwargs, config, *again, is_evaluation=is_evaluation)
         builder = self.builder
         self.source, calls = cut_to_fit(self.source, calls, builder.plans, builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain
@@ -360,9 +371,10 @@ def pass_outputs(outputs: Any, labels: Any) -> Any:
 
 
 def with_loss_options(
-    options: RoundPipeRunConfig, loss_reduction: LossReduction | None, loss_scope: LossScope | None
+    options: RoundPipeRunConfig | None, loss_reduction: LossReduction | None, loss_scope: LossScope | None
 ) -> RoundPipeRunConfig:
-    """A call's options with those that it gave beside them, which win."""
+    """A call's options with those that it gave beside them, which win; None: it gave no others."""
+    options = RoundPipeRunConfig() if options is None else options
     given = {"loss_reduction": loss_reduction, "loss_scope": loss_scope}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]

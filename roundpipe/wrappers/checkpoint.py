@@ -143,7 +143,8 @@ def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, 
     """Wait for what is running; the folder itself: a link to it stays a link when the folder is replaced."""
     for name, value in objects.items():
         if name == "optimizer" and not isinstance(value, torch.optim.Optimizer | None):
-            raise ConfigError(f"optimizer is {type(value).__name__}; give a torch.optim.Optimizer, or None")
+            advice = "give a torch.optim.Optimizer, or None; of several, the states of the others in extra={...}"
+            raise ConfigError(f"optimizer is {type(value).__name__}; {advice}")
         has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if value is not None and (isinstance(value, type) or not has_state):
             raise ConfigError(

@@ -4,7 +4,7 @@ whose label has other numbers of ignored targets in each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
+from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.engine.loss_divisors import Verdict, verdict
 from roundpipe.runtime.engine.losses import LossWeights
 
@@ -67,19 +67,12 @@ _OF_LABELS = (
 )
 
 
-MOST_READ = 3
-"""Calls whose outputs on a device are looked at: each look waits for the device."""
-
-
 class LossWarnings:
     """Looks at the calls of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         self._has_warned = False
-        self._has_warned_of_outputs = False
-        self._num_read = 0
-        """Calls whose scalars were read from a device."""
 
     def look(self, weights: Sequence[LossWeights], number: int, *options: RoundPipeRunConfig | None) -> None:
         """After a call.
@@ -114,29 +107,6 @@ class LossWarnings:
                 f"{text.format(ignored=IGNORED)}"
             )
 
-    def look_at_outputs(
-        self, outputs: Sequence[Any], config: ResolvedConfig, known: Collection[trees.Path] = ()
-    ) -> None:
-        """Before the outputs of microbatches are merged; ``known`` are places of scalars that are made one rightly."""
-        if self._has_warned_of_outputs or len(outputs) == 1 or config.merge_output not in (True, None):
-            return
-        scalars = {path: value for path, value in trees.walk(outputs[0]) if _is_scalar(value) and path not in known}
-        is_read = any(value.device.type != "cpu" for value in scalars.values())
-        if is_read and self._num_read == MOST_READ:
-            return
-        self._num_read += is_read
-        found = list(scalars)
-        differing = [path for path in found if len({_number(each, path) for each in outputs}) > 1]
-        if differing:
-            self._has_warned_of_outputs = True
-            warn(
-                f"output{trees.path_string(differing[0])} of {self._name} is a scalar, and nothing tells how it comes "
-                f"from the samples: it is the average over the {len(outputs)} microbatches. A loss over tokens with "
-                "padding, or of microbatches of different sizes, differs from that of the whole batch: use "
-                "forward_backward or forward_loss with (loss, number of targets), num_microbatch=1, or say by "
-                "merge_output how it is merged"
-            )
-
 
 IGNORED = -100
 """What losses of torch ignore in a target, unless they are told otherwise."""
@@ -161,12 +131,3 @@ def _share_of_targets(label: Any) -> float | None:
     tensors = [each for each in trees.tensors(label) if each.dtype in kinds and each.device.type == "cpu" and each.ndim]
     number = sum(each.numel() for each in tensors)
     return sum(int((each != IGNORED).sum()) for each in tensors) / number if number else None
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point() and not value.is_meta
-
-
-def _number(output: Any, path: trees.Path) -> Any:
-    value = dict(trees.walk(output)).get(path)
-    return float(value) if isinstance(value, torch.Tensor) and not value.ndim else None

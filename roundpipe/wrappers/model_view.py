@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.contexts import contextmanager
@@ -256,7 +257,7 @@ class ModelView(nn.Module):
 
 
 def check_wrappable(model: Any, wrapper: str) -> None:
-    """Raise `ConfigError` for what is no module, or is wrapped already, or has a part that is.
+    """Raise `ConfigError` for what is no module, is wrapped already or has a part that is, or has lazy parameters.
 
     The layers of a wrapper inside would run in two pipelines at once.
     """
@@ -265,6 +266,12 @@ def check_wrappable(model: Any, wrapper: str) -> None:
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, which is its .model")
     for prefix, module in named_modules_in(model).items():
+        if lazy := [name for name, each in module._parameters.items() if isinstance(each, UninitializedParameter)]:
+            where = f"{prefix}.{lazy[0]}".lstrip(".")
+            raise ConfigError(
+                f"{where} of the {type(model).__name__} has no shape yet, since a {type(module).__name__} makes it in "
+                f"its first call. Call the model once on an example before {wrapper}"
+            )
         for name, child in module._modules.items():
             if isinstance(child, ModelView):
                 outer, where = type(model).__name__, f"{prefix}.{name}".lstrip(".")

@@ -96,6 +96,8 @@ class JointChain(LayerChain):
         super().__init__(layers, specs, costs, entry, exit, largest.example_elements, largest.example_size)
         self.variants = tuple(chains)
         self.own_losses = tuple(_joint_losses(chains))
+        self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
+        self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
 
     def calls(self, call: Call) -> dict[int, Call]:
         """By number of a chain, a call of those microbatches that run by it; one without a number runs by the first."""

@@ -20,6 +20,7 @@ from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, m
 from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import own_losses
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
+from roundpipe.fx.passes.sample_dimensions import outputs_without_rows, takes_samples_as_time
 
 LIMITS_APART, NUM_LIMITS = 4, 7
 """Limits of other cuts are the whole model and so many times smaller each, down to less than a thousandth."""
@@ -90,4 +91,6 @@ def lower(
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
         chain.own_losses = losses
+        chain.odd_outputs = outputs_without_rows(traced)
+        chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

@@ -80,11 +80,19 @@ class Split:
         return dataclasses.replace(call or RoundPipeRunConfig(), **options)
 
 
-def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: ResolvedConfig) -> Split:
+def split(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    label: Any,
+    config: ResolvedConfig,
+    shared: dict[str, set[int]] | None = None,
+) -> Split:
     """The microbatches of one call: views of its tensors (or themselves, where replicated), and what to wait for.
 
-    Of the config, ``num_microbatch``, ``split_input`` and ``split_label`` are read. A `MicrobatchError` for an empty
-    batch, a spec that does not fit, or a function that returns something unusable.
+    Of the config, ``num_microbatch``, ``split_input`` and ``split_label`` are read. ``shared`` has lengths of tensors
+    that every microbatch of an earlier call got all of, by name, and takes in those of this one: a table of classes is
+    none of the samples' when a batch happens to be as long. A `MicrobatchError` for an empty batch, a spec that does
+    not fit, or a function that returns something unusable.
     """
     inputs = (tuple(args), dict(kwargs))
     batches: Sequence[Inputs] | None = None
@@ -96,6 +104,8 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
     else:
         specs = _specs_of(config)
         division = _divide(inputs, specs, config.num_microbatch)
+        if shared is not None:
+            division.shared = shared
         pieces = division.split(inputs, specs, ())
     labels = division.split_labels(label, config.split_label)
     division.warn()
@@ -118,6 +128,8 @@ class Division:
     """What each microbatch has to wait for."""
     whole: list[str] = field(init=False, default_factory=list)
     """Leaves that the automatic rule could not split though they have a dim 0."""
+    shared: dict[str, set[int]] = field(init=False, default_factory=dict)
+    """Lengths of such, of this call and earlier ones, by name."""
     lists: list[str] = field(init=False, default_factory=list)
     """Lists with an entry for each sample, as it seems, which every microbatch gets all of."""
 
@@ -173,8 +185,11 @@ class Division:
             return _pieces(value, self.sizes_for(size), spec.split_dim)
         if value.ndim == 0 or number == 1:
             return [value] * number
-        if self.sizes is None or value.shape[0] != sum(self.sizes):
+        length, known = value.shape[0], self.shared.get(name, ())
+        if self.sizes is None or length != sum(self.sizes) or length in known:
             self.whole.append(name)
+            if self.sizes is not None:
+                self.shared.setdefault(name, set()).add(length)
             return [value] * number
         return _pieces(value, self.sizes, 0)
 

@@ -24,14 +24,8 @@ from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.parameter_pair import (
-    ParameterPair,
-    follow_twins,
-    stage_all,
-    take_gradients,
-    write_all,
-    write_twins,
-)
+from roundpipe.runtime.weights.pairs import follow_twins, stage_all, take_gradients, write_all, write_twins
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twins
 
 HAND_OVER_BYTES = 1024**3

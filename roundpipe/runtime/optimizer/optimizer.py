@@ -43,7 +43,8 @@ from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, look
+from roundpipe.runtime.weights.pairs import look
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twins
 
 

@@ -16,7 +16,8 @@ from roundpipe.runtime.optimizer.update import NOT_MADE, Update
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.weights.gate import ParameterUse
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, watch_copies
+from roundpipe.runtime.weights.pairs import watch_copies
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
 
 MOST_WAIT_S = 0.5

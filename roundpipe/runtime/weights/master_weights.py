@@ -13,13 +13,8 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
-from roundpipe.runtime.weights.parameter_pair import (
-    ParameterPair,
-    convert_gradients,
-    look,
-    watch_copies,
-    with_other_values,
-)
+from roundpipe.runtime.weights.pairs import convert_gradients, look, watch_copies, with_other_values
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain
-from roundpipe.core.together import Together, copy_all
+from roundpipe.core.together import Together
 from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
-from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
+from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.twins import Twin, Twins
+from roundpipe.runtime.weights.twins import Twin
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +73,9 @@ class ParameterPair:
     @property
     def is_ahead(self) -> bool:
         """Whether the copy was written since it and the model's parameter agreed."""
-        if self.copy is None or self.copy._version != self.copy_version:
-            return self.copy is not None
-        known = self.copy_print
-        return known is not None and (known.is_marked or known.has_other_values)
+        copy, known = self.copy, self.copy_print
+        is_other = known is not None and (known.is_marked or known.has_other_values)
+        return copy is not None and (is_other or copy._version != self.copy_version)
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
@@ -315,92 +312,3 @@ class ParameterPair:
             with Together() as together:
                 gradient = self._converted(given, together)
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
-
-
-def look(pairs: Iterable[ParameterPair]) -> None:
-    """`ParameterPair.look` of many, which are compared together, since most often nobody has written one."""
-    known = [(pair, print) for pair in pairs if (print := pair.fingerprint) is not None]
-    if any_marked([print for _, print in known]):
-        for pair, _ in known:
-            pair.look()
-
-
-def watch_copies(pairs: Iterable[ParameterPair]) -> None:
-    """From now on, until an update is asked for, `ParameterPair.is_ahead` tells of writes without a mark, too."""
-    for pair in pairs:
-        if pair.copy is not None and pair.copy_print is None and not pair.is_away:
-            pair.copy_print = Fingerprint.of(pair.copy)
-
-
-def with_other_values(pairs: Iterable[ParameterPair]) -> list[ParameterPair]:
-    """Those whose parameters were written without a mark, as far as samples show."""
-    return [pair for pair in pairs if pair.fingerprint is not None and pair.fingerprint.has_other_values]
-
-
-def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) -> None:
-    """Write the copies into the twins of these, which are ahead of the host's parameters then.
-
-    ``with_samples``: by which writes into these through ``.data`` show as long as they are behind.
-    """
-    written = [(pair, twin, copy) for pair in pairs if (twin := pair.twin) and (copy := pair.copy) is not None]
-    behind = [(pair, twin) for pair, twin, _ in written if not twin.is_ahead]
-    if behind:
-        increment_version([pair.parameter for pair, _ in behind])  # for the backward of a forward before
-    for pair, twin in behind:
-        twin.is_ahead = True
-        pair.fingerprint = Fingerprint.of(pair.parameter, with_sample=with_samples)
-    for pair, _, copy in written:
-        pair.copy_version, pair.copy_print = copy._version, None
-    copy_all((twin.weights, copy) for _, twin, copy in written)
-
-
-def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:
-    """Have the parameters of these follow their twins, while the device goes on."""
-    ahead = [(pair, twin) for pair in pairs if (twin := pair.twin) is not None and twin.is_ahead]
-    if not ahead:
-        return
-    for pair, _ in ahead:
-        if pair.banks is not None:
-            pair.banks.go_home(keeps_values=False)
-    twins.follow([(twin.weights, pair.parameter) for pair, twin in ahead])
-    for pair, twin in ahead:
-        pair.fingerprint = twin.print = Fingerprint.of(pair.parameter, with_sample=False)
-        twin.is_ahead = False
-
-
-def write_all(pairs: Iterable[ParameterPair]) -> None:
-    """Write the copies into the model's parameters."""
-    written: list[ParameterPair] = []
-    try:
-        with Together() as together:
-            for pair in pairs:
-                pair.write_weights(together)
-                written.append(pair)
-    finally:
-        for pair in written:
-            pair.agree()
-
-
-def stage_all(pairs: Iterable[ParameterPair]) -> None:
-    """Write the copies where `ParameterPair.swap_weights` will find them, if there is memory for them."""
-    staged = [(pair.banks, pair.copy) for pair in pairs if pair.banks and pair.copy is not None and pair.twin is None]
-    with Together() as together:
-        for banks, copy in staged:
-            banks.stage(copy, together)
-    for banks, copy in staged:
-        banks.has_staged(copy)
-
-
-def take_gradients(pairs: Iterable[ParameterPair]) -> None:
-    """Add the model's gradients to the copies'."""
-    with Together() as together:
-        for pair in pairs:
-            pair.take_gradient(together)
-
-
-def convert_gradients(pairs: Iterable[ParameterPair]) -> None:
-    """Something was added to the model's gradients of these: convert those that seem to be all."""
-    with Together() as together:
-        converted = [(pair.early, gradient) for pair in pairs if (gradient := pair.gradient_came(together)) is not None]
-    for early, gradient in converted:
-        early.converted(gradient)

@@ -1,0 +1,67 @@
+"""Where a graph has a batch's samples: a batch is cut, and outputs are concatenated, along dimension 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roundpipe.core.trees import Path, walk
+from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.sizes import expression_of
+
+
+def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
+    """By place in the outputs, what is odd about a tensor whose first dimension alone is not that of the samples."""
+    batch = _batch_symbols(traced)
+    nodes = {node.name: node for node in traced.graph.nodes}
+    found: dict[Path, str] = {}
+    for path, leaf in walk(traced.output) if batch else ():
+        value = value_of(nodes[leaf.name]) if isinstance(leaf, OutputValue) and leaf.name in nodes else None
+        if isinstance(value, torch.Tensor) and value.ndim:
+            grows = [position for position, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
+            if grows != [0]:
+                found[path] = _words(grows)
+    return found
+
+
+def takes_samples_as_time(traced: TracedGraph) -> str:
+    """A module of torch's that takes dimension 0, where the samples are, as time, in words; empty if there is none.
+
+    That is their default, and then a batch has its samples in dimension 1; or samples attend to each other.
+    """
+    batch = _batch_symbols(traced)
+    for node in traced.graph.nodes if batch else ():
+        if node.op != "call_module" or not node.all_input_nodes:
+            continue
+        leaf, value = traced.attribute(str(node.target)), value_of(node.all_input_nodes[0])
+        is_torchs = type(leaf).__module__.startswith("torch.nn.")
+        if is_torchs and any(getattr(module, "batch_first", True) is False for module in leaf.modules()):
+            if isinstance(value, torch.Tensor) and value.ndim and not batch.isdisjoint(_symbols(value.shape[0])):
+                return f"{node.target}, a {type(leaf).__name__} with batch_first=False,"
+    return ""
+
+
+def _words(grows: list[int]) -> str:
+    if not grows:
+        return "has no dimension for the samples"
+    if len(grows) > 1:
+        return f"has the samples in dimensions {' and '.join(map(str, grows))}"
+    return f"has the samples in dimension {grows[0]}"
+
+
+def _batch_symbols(traced: TracedGraph) -> set[Any]:
+    """What stands for the length of dimension 0 of the first argument that has one, and of all that are as long."""
+    arguments = [value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)]
+    sizes = [value.shape[0] for value in arguments if value.ndim]
+    length = next(map(_hint, sizes), None)
+    return {symbol for size in sizes if _hint(size) == length for symbol in _symbols(size)}
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set(getattr(expression_of(size), "free_symbols", ()))

@@ -1,0 +1,112 @@
+"""Says, once per wrapper, where the pieces of a batch don't make up the whole: arguments whose dimension 0 is time,
+scalars that are averaged, tensors that are concatenated though their first dimension is not that of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+from roundpipe.core.layers import LayerChain
+from roundpipe.runtime.config import ResolvedConfig
+
+MOST_READ = 3
+"""Calls whose outputs on a device are looked at: each look waits for the device."""
+
+
+class BatchWarnings:
+    """Looks at the calls of one model."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_time = False
+        self._num_read = 0
+        """Calls whose scalars were read from a device."""
+
+    def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
+        """The config for a call, which cuts nothing if a module of its chain takes dimension 0 as time."""
+        who = "" if chain is None else chain.takes_samples_as_time
+        if not who or config.split_input is not None or (config.num_microbatch == 1 and not config.auto):
+            return config
+        if not self._has_warned_of_time:
+            self._has_warned_of_time = True
+            warn(
+                f"{self._name}: {who} takes dimension 0 of the batch as time, so that the batch is not cut there but "
+                "runs as one microbatch. If the samples are in another dimension, say so: "
+                "split_input=((TensorChunkSpec(1),), None), split_label and merge_output, or make the model with "
+                "batch_first=True"
+            )
+        return replace(config, num_microbatch=1, auto=frozenset())
+
+    def look(
+        self,
+        outputs: Sequence[Any],
+        config: ResolvedConfig,
+        known: Collection[trees.Path] = (),
+        odd: Mapping[trees.Path, str] = MappingProxyType({}),
+        *,
+        has_loss: bool = False,
+    ) -> None:
+        """Before the outputs of microbatches are merged.
+
+        ``known`` are places of scalars that are made one rightly; ``odd`` tensors without rows, and why. Of a call that
+        ``has_loss`` beside its outputs, means among these are nobody's loss.
+        """
+        if len(outputs) > 1 and config.merge_output in (True, None):
+            self._look_at_rows(outputs, odd)
+            self._look_at_scalars(outputs, known, has_loss)
+
+    def _look_at_rows(self, outputs: Sequence[Any], odd: Mapping[trees.Path, str]) -> None:
+        if odd and not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            places = [f"output{trees.path_string(path)} {why}" for path, why in odd.items()]
+            more = f", and {len(places) - 3} more such" if len(places) > 3 else ""
+            warn(
+                f"{self._name}: {'; '.join(places[:3])}{more}. The pieces of the {len(outputs)} microbatches are "
+                "concatenated along dimension 0 all the same, which is not what the whole batch gives: say by "
+                "merge_output how they are merged, or use num_microbatch=1"
+            )
+
+    def _look_at_scalars(self, outputs: Sequence[Any], known: Collection[trees.Path], has_loss: bool) -> None:
+        if self._has_warned_of_scalars:
+            return
+        scalars = {path: value for path, value in trees.walk(outputs[0]) if _is_scalar(value) and path not in known}
+        if has_loss:
+            scalars = {path: value for path, value in scalars.items() if not value.is_floating_point()}
+        is_read = any(value.device.type != "cpu" for value in scalars.values())
+        if is_read and self._num_read == MOST_READ:
+            return
+        self._num_read += is_read
+        differing = [path for path in scalars if len({_number(each, path) for each in outputs}) > 1]
+        if not differing:
+            return
+        self._has_warned_of_scalars = True
+        average = f"is the average over the {len(outputs)} microbatches"
+        if scalars[differing[0]].is_floating_point():
+            text = (
+                f"is a scalar, and nothing tells how it comes from the samples: it {average}. A loss over tokens with "
+                "padding, or of microbatches of different sizes, differs from that of the whole batch: use "
+                "forward_backward or forward_loss with (loss, number of targets), num_microbatch=1, or say by "
+                "merge_output how it is merged"
+            )
+        else:
+            text = (
+                f"is a whole number or a truth value, and {average}, which is neither their sum nor whether all or any "
+                "are true: say by merge_output how it is merged, or use num_microbatch=1"
+            )
+        warn(f"output{trees.path_string(differing[0])} of {self._name} {text}")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.ndim and not value.is_complex() and not value.is_meta
+
+
+def _number(output: Any, path: trees.Path) -> Any:
+    value = dict(trees.walk(output)).get(path)
+    return float(value.detach()) if isinstance(value, torch.Tensor) and not value.ndim else None
