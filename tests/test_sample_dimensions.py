@@ -156,6 +156,16 @@ def test_a_batch_whose_first_dimension_is_time_stays_in_one_piece(kind, transpos
     assert len(told) == (not transposes)
 
 
+def test_explain_says_where_the_samples_are():
+    found = roundpipe.explain(Tagger(nn.GRU, transposes=False), (torch.randint(11, (12, 4)),))
+    assert "body, a GRU with batch_first=False, takes dimension 0 as time: a batch runs as one microbatch" in str(found)
+    found = roundpipe.explain(OddOutputs("rows", "scores"), (torch.randn(12, 8),))
+    assert "output['scores'] has the samples in dimensions 0 and 1" in str(found)
+    assert found.as_json()["odd_outputs"] == {"output['scores']": "has the samples in dimensions 0 and 1"}
+    found = roundpipe.explain(OddOutputs("rows", "flat"), (torch.randn(12, 8),))
+    assert "Where the samples" not in str(found)
+
+
 def test_samples_in_dimension_1_are_cut_where_the_call_says_so():
     pipelining = pytest.importorskip("torch.distributed.pipelining.microbatch")
     spec = pipelining.TensorChunkSpec(1)

@@ -99,6 +99,7 @@ class Explanation:
             _section("Graph", graph_lines(self.traced)),
             explain_table(self.chain, self.opaque, self.costs),
             *self._memory_sections(),
+            *self._sample_sections(),
             _section("Carried over the cuts", self._cut_lines()),
             _section("A call traces again unless", self._guard_lines()),
         ]
@@ -148,11 +149,23 @@ class Explanation:
             "cuts": [{"bytes": sum(size for _, size in values), "values": dict(values)} for values in self.cuts],
             "opaque": self.opaque,
             "guards": self.guards,
+            "odd_outputs": {f"output{trees.path_string(path)}": why for path, why in self.chain.odd_outputs.items()},
+            "takes_samples_as_time": self.chain.takes_samples_as_time,
         }
 
     def _memory_sections(self) -> Iterator[str]:
         if stages := self.device_memory:
             yield _section("Device memory where each layer is a stage, untiled", memory_table(stages).splitlines())
+
+    def _sample_sections(self) -> Iterator[str]:
+        assert self.chain is not None
+        lines = [
+            f"output{trees.path_string(path)} {why}: see merge_output" for path, why in self.chain.odd_outputs.items()
+        ]
+        if who := self.chain.takes_samples_as_time:
+            lines.insert(0, f"{who} takes dimension 0 as time: a batch runs as one microbatch, see split_input")
+        if lines:
+            yield _section("Where the samples of a batch are not in dimension 0", lines)
 
     def _cut_lines(self) -> Iterator[str]:
         assert self.chain is not None
