@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.tiling import Rows
-from roundpipe.fx.fakes import static_mode
+from roundpipe.fx.fakes import code_on_fakes, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.rows import RowWatch
@@ -70,7 +70,7 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
 
 def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
-    with static_mode(), torch.no_grad():
+    with code_on_fakes(), static_mode(), torch.no_grad():
         arguments = {node: torch.empty(shape, dtype=dtype) for node, (shape, dtype) in forms.items()}
         leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
         tensors = [arguments[node] for node in with_rows]
