@@ -30,6 +30,8 @@ _MAY_ACT = frozenset({"torch", "sympy", "roundpipe", "importlib"})
 """Packages that do so for themselves, such as to import a module."""
 _NOT_LOOKED_INTO = frozenset({"torch", "roundpipe"})
 """Packages of whose objects, other than modules and tensors, no guard knows the state."""
+_WITHOUT_STATE = (nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Modules and tensors, whose state guards know, and sizes, which have none."""
 _WATCHING = threading.local()
 """Per thread: what watches its code inside `refused_outside`."""
 
@@ -112,7 +114,7 @@ def _stateful_owner(frame: types.FrameType) -> Any:
     if _package(frame) not in _NOT_LOOKED_INTO or code.co_name.startswith("__torch_"):  # a mode sees a call
         return None
     owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-    return owner if hasattr(owner, "__dict__") and not isinstance(owner, (nn.Module, torch.Tensor)) else None
+    return owner if hasattr(owner, "__dict__") and not isinstance(owner, _WITHOUT_STATE) else None
 
 
 def _acts_outside(function: Any) -> bool:

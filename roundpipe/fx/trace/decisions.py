@@ -8,6 +8,7 @@ container, the rule is:
     torch has compiled it    leaf, so that it runs compiled, unless it holds a stack or is larger than
                              the caller's limit
     it has no parameters     look inside (masks, rotary tables: glue that can be recomputed)
+    it is of a loss          look inside, so that the graph shows what the loss is made of
     it holds a stack         look inside; a stack is a list of two or more modules that have
                              parameters and children with parameters themselves (blocks). One of
                              12 or more like blocks may hold a stack of its own (experts)
@@ -246,6 +247,8 @@ class LeafPolicy:
         size = self._size(module)
         if not size:
             return is_of_torch(type(module))
+        if self._knowledge.is_pure:
+            return False
         if not any(map(_has_parameters, module.children())):
             return True
         return size <= LARGEST_SHARE * self._total and not self.is_too_large(module) and self.may_be_leaf(module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.effects.uses import filled_cells, reached_by
+from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.guards.guards import GuardedGraph
@@ -33,8 +33,7 @@ class LossCall(nn.Module):
     """A loss function as a module, which has the modules and trainable tensors that the function reaches.
 
     Args:
-        model: the one whose outputs it gets. A function may look at it, but not compute with its weights, which come
-            and go.
+        model: the one whose outputs it gets. A function may look at it, and compute with weights that its code names.
     """
 
     def __init__(self, function: LossFunction, model: nn.Module | None = None) -> None:
@@ -46,6 +45,7 @@ class LossCall(nn.Module):
         parts.update(module for module in modules if type(module).__module__.startswith("roundpipe."))
         self.looked_at = [] if parts.isdisjoint(modules) else [model]  # in a list, it is no submodule
         self.reached = nn.ModuleList(module for module in modules if module not in parts)
+        reached += _named_weights((module for module in modules if module in parts), reached)
         weights = {id(weight) for module in self.modules() for weight in module.parameters()}
         for index, value in enumerate(reached):
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and id(value) not in weights:
@@ -55,6 +55,16 @@ class LossCall(nn.Module):
         function, _ = self.function, self.looked_at  # what a forward reads is guarded
         with refused_outside():
             return function(outputs, label)
+
+
+def _named_weights(modules: Iterable[nn.Module], reached: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The weights of modules whose names are all in the code of functions, such as ``model.head.scale``."""
+    codes = [each.__code__ for each in reached if isinstance(each, types.FunctionType)]
+    names = {name for code in codes for name in names_in(code)}
+    for module in modules:
+        for path, weight in module.named_parameters():
+            if all(name in names or name.isdigit() for name in path.split(".")):
+                yield weight
 
 
 def trace_loss(
