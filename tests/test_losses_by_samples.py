@@ -151,14 +151,14 @@ def contrastive(logits, label):
 
 
 WRONG = {
-    "a comparison": (contrastive, "compare outputs with each other"),
+    "a comparison": (contrastive, "compare samples with each other"),
     "over a mask": (over_mask, "not in proportion"),
     "over a clamped mask": (over_clamped, "not in proportion"),
     "of selected targets": (selected, "not in proportion"),
     "by classes": (by_class, "not in proportion"),
     "without a class": (without_class, "not in proportion"),
     "a root": (root, "a function of means"),
-    "an overlap": (overlap, "not in proportion"),
+    "an overlap": (overlap, "a function of means"),
     "a sum": (total, "loss_fn gives sums"),
 }
 

@@ -379,16 +379,16 @@ class OfOtherKinds(Tokens):
         return {"loss": loss, "logits": logits}
 
 
-KINDS = (
-    "contrastive",
-    "contrastive by labels",
-    "product",
-    "load balance",
-    "targets of outputs",
-    "written",
-    "written through a view",
-    "class weights of outputs",
-)
+KINDS = {
+    "contrastive": "compares samples with each other",
+    "contrastive by labels": "compares samples with each other",
+    "product": "is put together by the samples of the 3 microbatches",
+    "load balance": "is put together by the samples of the 3 microbatches",
+    "targets of outputs": "is put together by the samples of the 3 microbatches",
+    "written": "is put together by the samples of the 3 microbatches",
+    "written through a view": "is put together by the samples of the 3 microbatches",
+    "class weights of outputs": "or with a statistic over them",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -396,5 +396,5 @@ def test_a_loss_with_a_term_that_is_no_such_mean_is_told_of(kind):
     model, (ids, labels) = OfOtherKinds(kind).double(), padded(6)
     options = {"devices": ["cpu"] * 2, "model_run_config": RoundPipeRunConfig(3, loss_reduction="mean")}
     with roundpipe.compile(model, **options) as piped:
-        with pytest.warns(UserWarning, match="is put together by the samples of the 3 microbatches"):
+        with pytest.warns(UserWarning, match=KINDS[kind]):
             piped.forward_backward(input_kwargs={"ids": ids, "labels": labels}, loss_fn=own)

@@ -169,7 +169,7 @@ class HostRunner(Runner):
                 self.session.optimizer.end_call()
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
-        self._loss_warnings.look([weights], len(losses) * training.num_ranks, training.options, self.config)
+        self._loss_warnings.look([weights], len(losses), training.num_ranks, training.options, self.config)
         if is_mean:
             self._loss_warnings.look_at_mean(pieces.labels, [weights])
         total = sum_losses(losses, weights.scale)

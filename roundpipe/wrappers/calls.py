@@ -166,9 +166,10 @@ class ChainRunner(Runner):
             merged = merge(outputs, config, scalars=weighed_outputs(calls)) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
-        self._loss_warnings.look(weights, len(losses) * training.num_ranks, training.options, self.config)
+        self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
         if config.loss_reduction == "mean":
-            self._loss_warnings.look_at_mean([label for call in calls for label in call.labels], weights)
+            labels = [label for call in calls for label in call.labels]
+            self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 

@@ -4,7 +4,7 @@ whose label has other numbers of ignored targets in each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
+from roundpipe.core.layers import Mixing
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.engine.loss_divisors import Verdict, verdict
 from roundpipe.runtime.engine.losses import LossWeights
+from roundpipe.runtime.microbatch.split import has_samples_first
 
+_COMPARISON = (
+    "compares samples with each other, or with a statistic over them, and each of the {number} microbatches has only "
+    "its own: loss and gradients differ from those of the whole batch. Give num_microbatch=1, or compute the loss in "
+    "loss_fn, from outputs, with loss_scope='batch'"
+)
 _TEXTS = {
+    ("sum", "compares samples"): _COMPARISON,
+    ("mean", "compares samples"): _COMPARISON,
     ("sum", "mean"): (
         "is a mean, and the {number} microbatches' means were added up: loss and gradients are larger than those of "
         "the whole batch. loss_reduction='mean' makes one mean of them; where the sum is meant, divide in loss_fn"
@@ -41,8 +50,9 @@ _TEXTS = {
 
 _OF_LOSS_FN: dict[Verdict, str] = {
     "compares samples": (
-        "but they compare outputs with each other, and a microbatch has only those of its own samples: loss and "
-        "gradients differ from those of the whole batch. Give loss_scope='batch'"
+        "but they compare samples with each other, or with a statistic over them, and a microbatch has only its own: "
+        "loss and gradients differ from those of the whole batch. Give loss_scope='batch'; or num_microbatch=1, if the "
+        "model itself compares them"
     ),
     "not by samples": (
         "but they are divided by numbers that are not in proportion to these, such as the number of targets, the sum "
@@ -67,6 +77,10 @@ _OF_LABELS = (
 )
 
 
+def _nothing() -> None:
+    """Of a loss without a graph."""
+
+
 class LossWarnings:
     """Looks at the calls of one model."""
 
@@ -74,16 +88,22 @@ class LossWarnings:
         self._name = type(model).__name__
         self._has_warned = False
 
-    def look(self, weights: Sequence[LossWeights], number: int, *options: RoundPipeRunConfig | None) -> None:
+    def look(
+        self, weights: Sequence[LossWeights], number: int, num_ranks: int, *options: RoundPipeRunConfig | None
+    ) -> None:
         """After a call.
 
         Args:
-            number: of its microbatches; where ranks make up one mean, about those of all ranks.
+            number: of its microbatches; each rank has about as many.
+            num_ranks: that make up one mean. Each compares its own samples only, as is usual.
             options: those given, those of the call first.
         """
         kind = next((each.own for each in weights if each.own is not None), None)
         given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)
         is_certain = kind != "unknown" or given != "sum"
+        if kind == "compares samples" and not all(map(has_samples_first, filter(None, options))):
+            kind = "unknown"
+        number = number if kind == "compares samples" else number * num_ranks
         text = None if kind is None else _TEXTS.get((given or "sum", kind))
         if text is None or number == 1 or not is_certain or self._has_warned:
             return
@@ -91,12 +111,22 @@ class LossWarnings:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
 
-    def look_at_mean(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
-        """After a call whose loss is a mean that ``loss_fn`` computes; ``labels`` are those of the microbatches."""
-        is_counted = any(each.has_given or each.is_counted for each in weights)
-        if self._has_warned or is_counted or len(labels) == 1 or any(each.own is not None for each in weights):
+    def look_at_mean(
+        self, labels: Sequence[Any], weights: Sequence[LossWeights], find_mixing: Callable[[], Mixing | None] = _nothing
+    ) -> None:
+        """After a call whose loss is a mean that ``loss_fn`` computes.
+
+        Args:
+            labels: those of the microbatches.
+            find_mixing: tells how the loss mixes samples, as far as its graph does.
+        """
+        is_told = any(each.has_given or each.own is not None for each in weights)
+        if self._has_warned or is_told or len(labels) == 1:
             return
-        verdicts = by_samples(weights)
+        mixing = find_mixing()
+        if any(each.is_counted for each in weights) and mixing is None:
+            return
+        verdicts = by_samples(weights) if mixing is None else [mixing]
         text = next((text for verdict, text in _OF_LOSS_FN.items() if verdict in verdicts), None)
         if text is None and "unknown" in verdicts and _have_other_targets(labels):
             text = _OF_LABELS

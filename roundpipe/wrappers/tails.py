@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,19 +19,23 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, TraceError
-from roundpipe.core.layers import Carry, LayerChain, Tail
+from roundpipe.core.layers import Carry, LayerChain, Mixing, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.core.trees import Access
 from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
-from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses
+from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS, CountedLosses, count_losses, mixing_of_losses
+from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.trace.loss import is_same, trace_loss
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
 from roundpipe.runtime.engine.spec import Call, LossFunction
+from roundpipe.runtime.microbatch.split import batched_leaf, has_samples_first
 from roundpipe.wrappers.features import hooked_for_loss
 from roundpipe.wrappers.variants import JointChain, JointTail
 
@@ -63,6 +67,8 @@ class _KnownTail:
     tail: JoinedTail
     counted: CountedLosses | None
     """What its graph tells of its terms."""
+    mixing: Mixing | None
+    """How its graph mixes samples."""
 
     @property
     def is_light(self) -> bool:
@@ -83,6 +89,14 @@ class CountedLoss(NamedTuple):
     """See `CountedLosses`."""
 
 
+class _OtherGraphs(TraceError):
+    """Microbatches of a call need other graphs of a loss than the one that is ``traced``."""
+
+    def __init__(self, message: str, traced: GuardedGraph) -> None:
+        super().__init__(message)
+        self.traced = traced
+
+
 class TailSource:
     """Tails of one model's calls."""
 
@@ -92,8 +106,8 @@ class TailSource:
         """The one used last first."""
         self._varying: dict[Any, dict[Dimension, None]] = {}
         """By code of a loss, dimensions of its arguments that were seen to vary."""
-        self._refused: dict[Any, None] = {}
-        """Codes of losses that can't be traced."""
+        self._refused: dict[Any, Mixing | None] = {}
+        """By code of a loss that has no tail, how it mixes samples, as far as one microbatch's graph tells."""
         self.trace_count = 0
 
     def tail(self, call: Call) -> Tail | None:
@@ -126,6 +140,12 @@ class TailSource:
         divisors = counted.divisors
         return [CountedLoss(own, found[0].tail.loss, counted.is_one_mean, divisors) for own in counts]
 
+    def mixing(self, calls: Iterable[Call]) -> Mixing | None:
+        """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
+        each = [own for call in calls for own in _by_chain(call)]
+        known = [known.mixing for call in each for known in self._known if self._serves(known, call)]
+        return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
+
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
@@ -144,15 +164,19 @@ class TailSource:
                     return known, examples
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
+            except _OtherGraphs as error:
+                self._refuse(code, str(error), _mixing(error.traced, call, examples) if call.weighs_terms else None)
+                return None
             except TraceError as error:
                 self._refuse(code, str(error).partition(". ")[0])
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
+        mixing = _mixing(traced, call, examples) if call.weighs_terms else None
         counted = count_losses(traced, call.chain.own_losses, _whole(call.labels)) if call.weighs_terms else None
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
-            weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted
+            weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing
         )
         others = [other for other in self._known if other.is_light or code_of(other.function) != code]
         self._known = [known, *others][:MAX_TAILS]
@@ -167,7 +191,7 @@ class TailSource:
 
     def _trace(self, function: Any, examples: list[Example], varying: dict[Dimension, None]) -> GuardedGraph:
         """A trace that serves all examples."""
-        example, misfit = examples[0], None
+        example = examples[0]
         for _ in range(MAX_TRACES):
             self.trace_count += 1
             traced = trace_loss(function, example.outputs, example.label, model=self._model, dynamic=tuple(varying))
@@ -175,10 +199,10 @@ class TailSource:
                 return traced
             example, failure = misfit
             varying.update(dict.fromkeys(failure.dimensions))
-        raise TraceError(f"microbatches of a call need different graphs of it: {misfit[1] if misfit else ''}")
+        raise _OtherGraphs(f"microbatches of a call need different graphs of it: {failure}", traced)
 
-    def _refuse(self, code: Any, reason: str) -> None:
-        self._refused[code] = None
+    def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
+        self._refused[code] = mixing
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
 
 
@@ -203,6 +227,23 @@ def _examples(call: Call) -> list[Example] | None:
     pairs = zip(carries, call.labels, strict=True)
     examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry is not None]
     return examples if len(examples) == len(carries) else None
+
+
+def _by_chain(call: Call) -> Iterable[Call]:
+    return call.chain.calls(call).values() if isinstance(call.chain, JointChain) else (call,)
+
+
+def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mixing | None:
+    """How a loss mixes samples, which are along the first dimension of what has as many as the first argument."""
+    firsts = [batched_leaf((args, kwargs)) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
+    sizes = [first.shape[0] for first in firsts if isinstance(first, torch.Tensor)]
+    if len(sizes) < len(examples) or not has_samples_first(call.config):
+        return None
+    places = trees.walk({OUTPUTS: examples[0].outputs, LABEL: examples[0].label})
+    tensors = {path: leaf for path, leaf in places if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    whole = {(Access("item", LABEL), *path) for path in _whole(call.labels)}
+    samples = {path for path, tensor in tensors.items() if tensor.shape[0] == sizes[0]} - whole
+    return mixing_of_losses(traced, samples, call.chain.comparisons, sizes)
 
 
 def _whole(labels: Sequence[Any]) -> set[trees.Path]:

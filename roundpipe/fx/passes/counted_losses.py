@@ -14,11 +14,12 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.layers import OwnLoss
+from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
+from roundpipe.fx.passes.sample_mixing import mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 
 LABEL, OUTPUTS = "label", "outputs"
@@ -63,6 +64,30 @@ def count_losses(
     losses, weights = result
     is_each = type(losses) in (list, tuple) and type(weights) in (list, tuple) and len(losses) == len(weights)
     return _by_weights(loss, losses, weights, of_label) if is_each else None
+
+
+def mixing_of_losses(
+    loss: TracedGraph,
+    samples: Collection[trees.Path],
+    comparisons: Collection[trees.Path] = (),
+    sizes: Collection[int] = (),
+) -> Mixing | None:
+    """How the losses of a `LossCall`, as it was traced, mix samples.
+
+    Args:
+        loss: its graph.
+        samples: places in ``(outputs, label)`` where the first dimension counts samples.
+        comparisons: places in the outputs of losses of the model's own that compare samples.
+        sizes: of the microbatches.
+    """
+    places = {node: tuple(loss.input_paths[node.name][1:]) for node in loss.placeholders}
+    with_samples = [node for node, path in places.items() if path in samples]
+    outputs = [node for node, (argument, *_) in places.items() if argument.key == OUTPUTS]
+    own: dict[Node, Mixing] = {node: "compares samples" for node in outputs if places[node][1:] in comparisons}
+    result = loss.output
+    losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+    nodes = _scalars(loss, losses) or ()
+    return worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
 
 
 def _by_terms(

@@ -7,7 +7,7 @@ as a whole; in the graph of any other the terms are weighed before they are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,25 +16,21 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import OwnLoss
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
+from roundpipe.fx.passes.sample_mixing import mixing_of
 
 
 def own_losses(traced: TracedGraph) -> tuple[OwnLoss, ...]:
     """The scalar outputs of which the graph tells what they are; it is changed where terms have to be weighed."""
-    nodes = {node.name: node for node in traced.graph.nodes}
     form, arguments = CallForm(traced.model), ArgumentValues(traced)
     found: list[OwnLoss] = []
     names: dict[Node, dict[Node, str]] = {}
     """By node of a loss and of a term of it."""
     with_terms: dict[Node, Combination] = {}
-    for path, leaf in trees.walk(traced.output):
-        node = nodes.get(leaf.name) if isinstance(leaf, OutputValue) else None
-        value = None if node is None else value_of(node)
-        if node is None or not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
-            continue
+    for path, node in _scalar_outputs(traced):
         if (parts := combination(traced, node, arguments)) is None:
             continue
         if node not in names:
@@ -46,6 +42,27 @@ def own_losses(traced: TracedGraph) -> tuple[OwnLoss, ...]:
     for node, parts in with_terms.items():
         weigh(traced, node, parts, names[node])
     return tuple(found)
+
+
+def own_comparisons(traced: TracedGraph) -> frozenset[trees.Path]:
+    """Where there are scalar outputs that compare samples.
+
+    Samples are along the first dimension, as many as that of the first argument that has one.
+    """
+    tensors = {node: value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)}
+    numbers = {node: hint(value.shape[0]) for node, value in tensors.items() if value.ndim}
+    samples = [node for node, number in numbers.items() if number == next(iter(numbers.values()))]
+    outputs = list(_scalar_outputs(traced))
+    return frozenset(path for path, node in outputs if mixing_of(traced, node, samples) == "compares samples")
+
+
+def _scalar_outputs(traced: TracedGraph) -> Iterator[tuple[trees.Path, Node]]:
+    nodes = {node.name: node for node in traced.graph.nodes}
+    for path, leaf in trees.walk(traced.output):
+        node = nodes.get(leaf.name) if isinstance(leaf, OutputValue) else None
+        value = None if node is None else value_of(node)
+        if node is not None and isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
+            yield path, node
 
 
 def _of_call(form: CallForm, count: Count) -> Callable[[tuple[Any, ...], dict[str, Any]], float]:

@@ -20,6 +20,13 @@ class NotRowwise(Exception):
     """Why an operator, as it was called, mixes rows, or is not known not to."""
 
 
+class AlongRows(NotRowwise):
+    """It works along rows."""
+
+    def __init__(self) -> None:
+        super().__init__("it works along rows")
+
+
 class Watch(Protocol):
     """What a rule asks of the run that it is part of."""
 
@@ -94,7 +101,7 @@ Rule = Callable[[OperatorCall], Found | list[Found]]
 def _without(rows: Rows, dims: Collection[int]) -> Rows:
     """The same rows; none of these dimensions may count them."""
     if any(rows[dim] is not None for dim in dims):
-        raise NotRowwise("it works along rows")
+        raise AlongRows
     return rows
 
 
@@ -124,7 +131,7 @@ def _reduction(call: OperatorCall) -> Found:
     left = tuple(axes if dim not in dims else None for dim, axes in enumerate(rows))
     if any(rows[dim] is not None for dim in dims):
         if call.func._opname not in ("sum", "mean") or any(left):
-            raise NotRowwise("it works along rows")
+            raise AlongRows
         call.watch.check(rows)
         return str(call.func._opname)
     return left if keeps else tuple(axes for dim, axes in enumerate(rows) if dim not in dims)

@@ -139,7 +139,7 @@ class _GradientWalk:
     def _visit_scaled(self, node: Any, name: str, divisors: tuple[float | torch.Tensor, ...]) -> None:
         """A product or quotient of scalars."""
         first, second, *_ = *(each is not None and self._reaches(each) for each, _ in node.next_functions), False
-        if name == "Div" and first:
+        if name == "Div" and first and not second:
             self.visit(node.next_functions[0], (*divisors, _small(node._saved_other)))
         elif name == "Mul" and first != second:
             factor = node._saved_other if first else node._saved_self

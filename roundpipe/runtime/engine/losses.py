@@ -179,6 +179,8 @@ class LossWeights:
         shares that are known; ``ends`` are what it was computed from, in autograd's graph.
         """
         mean, weight = self._mean, losses.weight
+        if own == "compares samples":
+            self.own = own
         if self._counted is not None:
             number, self.own_total = self._counted.num_ranks, self._counted.total
             weighed = [loss * number for loss in losses.tensors] if number > 1 else losses.tensors

@@ -276,6 +276,18 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Resolve
     return _batch_size(inputs, _specs_of(config))
 
 
+def has_samples_first(config: ResolvedConfig | RoundPipeRunConfig) -> bool:
+    """Whether samples are along the first dimension of inputs, labels and outputs, as far as options tell."""
+    return not any(map(_has_others_first, (config.split_input, config.split_label, config.merge_output)))
+
+
+def _has_others_first(rule: Any) -> bool:
+    if is_spec_of(rule, "TensorChunkSpec"):
+        return getattr(rule, "split_dim", 0) != 0
+    below = rule.values() if isinstance(rule, Mapping) else rule if isinstance(rule, (list, tuple)) else ()
+    return any(map(_has_others_first, below))
+
+
 def is_empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the first tensor of a call that has a dim 0 has no samples."""
     first = batched_leaf((tuple(args), dict(kwargs)))
