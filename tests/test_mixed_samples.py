@@ -128,7 +128,9 @@ def test_torch_logs_nothing_of_sizes_that_are_tried():
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addHandler(handler)
     try:
-        calls(interleaved, loss_reduction="mean", run_config=RoundPipeRunConfig(3))
+        model = nn.Sequential(network(), nn.Linear(4, 3).double())
+        with roundpipe.compile(model, devices=["cpu"] * 2) as piped, pytest.warns(UserWarning, match="samples"):
+            piped.forward_backward((batch()[0],), loss_fn=interleaved, loss_reduction="mean")
     finally:
         log.removeHandler(handler)
     assert not records
