@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.effects.places import CONTAINERS, has_attributes, is_library
-from roundpipe.effects.uses import CodeUses, names_in
+from roundpipe.effects.uses import CodeUses, function_of, names_in
 
 _MAX_FUNCTIONS = 64
 
@@ -36,7 +37,7 @@ class Places:
         pending, seen = [function], set[Hashable]()
         while pending and len(seen) < _MAX_FUNCTIONS:
             target = pending.pop()
-            key = id(getattr(target, "__func__", target)), id(getattr(target, "__self__", None))
+            key = id(function_of(target)), id(stored_attribute(target, "__self__"))
             if key not in seen:
                 seen.add(key)
                 pending += places._add(target)
@@ -52,8 +53,8 @@ class Places:
         if isinstance(target, nn.Module):
             target = target.forward
         elif not isinstance(target, (types.FunctionType, types.MethodType)):
-            target = getattr(target, "__call__", None)  # noqa: B004 - its code is asked for
-        function = getattr(target, "__func__", target)
+            target = stored_attribute(target, "__call__")
+        function = function_of(target)
         if not isinstance(function, types.FunctionType) or is_library(function):
             return
         uses, names = CodeUses.of([function.__code__]), frozenset(names_in(function.__code__))

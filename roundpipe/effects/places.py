@@ -8,10 +8,11 @@ changing it: those `is_closed`.
 from __future__ import annotations
 
 import array
-import contextlib
+import copy
 import copyreg
 import io
 import operator
+import os
 import pickle
 import random
 import sys
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import attributes_of, given_attribute, stored_attribute
 
 OF_TORCH = frozenset(nn.Module().__dict__)
 """Names of attributes that every module has."""
@@ -42,23 +44,24 @@ _LIBRARIES = frozenset(
 """Packages whose classes and functions are not looked into."""
 _HELD_BY_NATURE = frozenset((*sys.stdlib_module_names, "torch", "torchvision", "numpy", "sympy"))
 """Packages whose compiled objects hold nothing that a forward changes, but for iterators and what has a `View`."""
+_OF_USERS = (types.SimpleNamespace, UserDict, UserList, ChainMap, type(os.environ), os.getenv)
+"""Classes and functions of those packages that hold, or look up, a user's values."""
 
 
 def package_of(owner: Any) -> str:
-    """The first word of the Python module that a class or function is from."""
-    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0]
+    """The first word of the name of an imported file, or of the one that a class or function is from."""
+    name = vars(owner).get("__name__") if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", None)
+    return str(name or "builtins").partition(".")[0]
 
 
 def is_library(owner: Any) -> bool:
-    """Whether a class or function is of a package that is not looked into."""
-    if owner in (types.SimpleNamespace, UserDict, UserList, ChainMap):  # hold a user's values
-        return False
-    return package_of(owner) in _LIBRARIES
+    """Whether a class, function or imported file is of a package that is not looked into."""
+    return package_of(owner) in _LIBRARIES and not any(owner is each for each in _OF_USERS)
 
 
 def has_attributes(value: Any) -> bool:
     """Whether an object is of a user's class and has attributes of its own."""
-    return type(getattr(value, "__dict__", None)) is dict and not is_library(type(value))
+    return attributes_of(value) is not None and not is_library(type(value))
 
 
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
@@ -81,6 +84,12 @@ class View:
     """What a place holds: something that does not change with the place, except for a container, which is itself."""
     write: Callable[[Any, Any, Any], object]
     """Gives a place back what it held."""
+    is_variable: bool = False
+    """Whether a place holds an object itself, in whose place another may be put, and not what is in it."""
+
+    def is_same(self, was: Any, now: Any) -> bool:
+        """Whether a place that held one value still does if it holds another now."""
+        return trees.same(was, now) if self.is_variable else same_contents(was, now)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that makes thousands of them slower by half
@@ -101,10 +110,17 @@ class Place:
     def is_changed(self) -> bool:
         held, now = self.held, self.owner
         if self.view is not CONTAINER:
-            return not same_contents(held, self.now())
+            return not self.view.is_same(held, self.now())
         if not held and type(now) in CONTAINERS and not now:  # as nearly all are; others may ask code of the user's
             return False
         return not same_contents(held, now)
+
+    def value(self) -> Any:
+        """What it holds now, to be kept: of a container a copy."""
+        now = self.now()
+        if self.view.is_variable:
+            return now
+        return contents(now) if isinstance(now, dict) else copy.copy(now)
 
     def restore(self) -> None:
         self.view.write(self.owner, self.key, self.held)
@@ -198,9 +214,12 @@ def _remove_names(kind: type, _: None, held: set[str]) -> None:
 
 
 CONTAINER = View("container", lambda owner, _: owner, _fill)
-CELL = View("cell", _cell_contents, lambda cell, _, held: setattr(cell, "cell_contents", held))
-GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__)
-CLASS = View("class", lambda kind, name: getattr(kind, name, None), setattr)
+CELL = View("cell", _cell_contents, lambda cell, _, held: setattr(cell, "cell_contents", held), is_variable=True)
+GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__, is_variable=True)
+CLASS = View("class", lambda kind, name: vars(kind).get(name), setattr, is_variable=True)
+"""As the class has it: a method before it is bound."""
+DEFAULTS = View("defaults", getattr, setattr, is_variable=True)
+"""Of a function's arguments."""
 NAMES = View("names", names_of_class, _remove_names)
 _UNSET = object()
 _CONTEXT = View(
@@ -218,9 +237,7 @@ def attributes_view(owner: Any, names: Iterable[str]) -> View:
     def value(attributes: dict[str, Any], name: str) -> Any:
         if name in attributes or hasattr(kind, name):
             return attributes.get(name, missing)
-        with contextlib.suppress(Exception):  # the class may give another attribute under this name
-            return getattr(owner, name, missing)
-        return missing
+        return given_attribute(owner, name, missing)  # the class may give another attribute under this name
 
     def read(attributes: dict[str, Any], _: None) -> dict[str, Any]:
         values = {name: value(attributes, name) for name in names}
@@ -257,7 +274,7 @@ def is_closed(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, random.SystemRandom):
         return True
-    tells = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+    tells = stored_attribute(value, "__dict__") is not None or any("__slots__" in vars(base) for base in kind.__mro__)
     if hasattr(kind, "__next__"):
         return not isinstance(value, io.IOBase) and (_holds_by_nature(kind) or not tells)
     return not (tells or _holds_by_nature(kind) or isinstance(value, type) or callable(value))
@@ -272,7 +289,9 @@ def _slot_names(kind: type) -> list[str]:
 
 
 def _slots(value: Any, _: None = None) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
+    missing = object()
+    held = {name: stored_attribute(value, name, missing) for name in _slot_names(type(value))}
+    return {name: item for name, item in held.items() if item is not missing}
 
 
 def _put_slots(value: Any, _: None, held: Mapping[str, Any]) -> None:

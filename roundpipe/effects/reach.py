@@ -3,8 +3,11 @@
     modules --attributes--> containers, objects, generators, caches, functions
     classes --methods-----> functions --closures, globals--> the same again
     hooks, and other modules that are reached as plain objects, such as those in a list
+    functions --defaults, attributes--> the same again
+    variables, objects --> other classes, and imported files --attributes that code names--> the same again
 
-What code reads decides about two things only: which modules and which closed objects (`places.is_closed`) count.
+Beside these attributes, what code names decides about two things only: which modules, and which closed objects
+(`places.is_closed`), count.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from roundpipe.core import trees
 from roundpipe.effects import places
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
 from roundpipe.effects.uses import (
+    OPERATORS,
+    CodeUses,
     filled_cells,
     forward_hooks,
     uses_of_forward,
@@ -35,14 +40,18 @@ MAX_DEPTH = 4
 """Functions are looked into that are reached from others in so many steps."""
 _MAX_TABLE_ITEMS = 256
 _VALUES = (*trees.PLAIN, torch.Tensor)
-"""Types of values for which a variable is a place by itself."""
-_REPLACEABLE = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, type)
-"""The same of global variables: a function or class may be put in the place of another."""
+"""Types of values that hold no other ones."""
+_Namespace = type | types.ModuleType
+_DEFINED = (types.FunctionType, types.BuiltinFunctionType, type)
+"""Types of what has a package of its own, rather than its type."""
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_CACHE = type(functools.cache(len))
+"""The type of functions with a `functools.lru_cache`."""
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 """Types; those of classes below them may have attributes."""
 _NOT_OWN = frozenset(name for name in OF_TORCH if name in places.REGISTERED or "_hooks" in name)
 """Attributes that every module has of torch, and that hold no state of its own; found faster than by their names."""
-_NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
+_NOT_VISITED = (*_VALUES, nn.Module)
 _PLAIN = frozenset(trees.PLAIN)
 
 
@@ -107,7 +116,12 @@ class StateWalk:
         """Modules that are not hidden, and those that were found; None: none is asked for."""
         self._seen: dict[int, Any] = {}
         """By identity, which stays their own while they are kept here."""
-        self._globals: set[tuple[int, str]] = set()
+        self._variables: set[tuple[int, str | None]] = set()
+        self._most_places = limits.num_places
+        self._namespaces: dict[int, tuple[_Namespace, _Way]] = {}
+        """Classes that are no modules', and files that were imported, by identity."""
+        self._kinds: set[type] = set()
+        """Whose objects were visited."""
         kinds = {type(module) for module in modules}
         self._names: frozenset[str] = frozenset().union(*(uses_of_forward(kind).reads for kind in kinds))
         self._names |= uses_of_properties(kinds, self._names).reads
@@ -122,12 +136,11 @@ class StateWalk:
         for module in modules:
             for hook in forward_hooks(module) if module._forward_hooks or module._forward_pre_hooks else ():
                 self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
-        for module, way in self.reach.hidden:  # more of them are found meanwhile
-            self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
+        self._visit_found()
 
     def _is_new(self, value: Any) -> bool:
         key = id(value)
-        if key in self._seen or len(self.reach.places) >= self._limits.num_places:
+        if key in self._seen or len(self.reach.places) - len(self._variables) >= self._most_places:
             return False
         self._seen[key] = value
         return True
@@ -146,6 +159,9 @@ class StateWalk:
             self._note_hidden(value, way)
         if isinstance(value, _NOT_VISITED) or way.depth > self._max_depth(way):
             return
+        if type(value) not in self._kinds:
+            self._kinds.add(type(value))
+            self._visit_type(type(value), way)
         if isinstance(value, torch.Generator):
             if self._is_new(value):
                 self.reach.generators.append((value, value.get_state()))
@@ -158,17 +174,18 @@ class StateWalk:
                 self._visit((*value.args, *value.keywords.values()), way)
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             self._visit(value.__self__, way)
-        elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+        elif isinstance(value, _CACHE):
             if self._is_new(value):
                 self.reach.caches.append((value, value.cache_info().misses))
-                self._visit(getattr(value, "__wrapped__", None), way)
+                self._visit(value.__wrapped__, way)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, way)
         elif isinstance(value, tuple):
             self._visit_items(value[: self._limits.num_items], way)
         elif isinstance(value, type):
-            if issubclass(value, nn.Module) and not is_library(value):
-                self._visit_class(value, way.inside())
+            self._visit_type(value, way)
+        elif isinstance(value, types.ModuleType):
+            self._namespaces.setdefault(id(value), (value, way))
         else:
             self._visit_object(value, way)
 
@@ -241,17 +258,13 @@ class StateWalk:
             if is_library(owner) or not self._is_new(owner):
                 continue
             for key, value in list(vars(owner).items()):
-                words = f"{owner.__name__}.{key}"
-                if isinstance(value, _VALUES) and not key.startswith("__"):
-                    self._add(words, places.CLASS, owner, key, value, way)
-                elif key == "__call__" or not key.startswith("__") and self._may_be_called(key, value, kind):
-                    self._visit(value, way._replace(words=words))
+                if key == "__call__" or not key.startswith("__") and self._may_be_called(key, value, kind):
+                    self._visit_variable(places.CLASS, owner, key, value, way._replace(words=f"{owner.__name__}.{key}"))
             self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
 
     def _may_be_called(self, name: str, value: Any, kind: type) -> bool:
         """Whether a method may be; attributes of a class that are something else always count."""
-        is_method = isinstance(value, types.FunctionType | staticmethod | classmethod | property)
-        if self._limits.all_methods or not is_method or name == "forward":
+        if self._limits.all_methods or not isinstance(value, _METHODS) or name == "forward":
             return True
         return name in self._names or issubclass(kind, nn.Module) and name in uses_of_forward(kind).reads
 
@@ -263,19 +276,73 @@ class StateWalk:
         names = {id(cell): name for cell, name in cells}
         for cell in filled_cells(function):
             value, words = cell.cell_contents, f"{names[id(cell)]} of {function.__qualname__}"
-            if isinstance(value, _VALUES):
-                self._add(words, places.CELL, cell, None, value, way)
             if isinstance(value, types.BuiltinFunctionType):
                 self.reach.cells.append(cell)
-            self._visit(value, way.to(words, way.is_read))
+            self._visit_variable(places.CELL, cell, None, value, way.to(words, way.is_read))
+        for name in ("__defaults__", "__kwdefaults__"):
+            if held := getattr(function, name):
+                to_defaults = way.to(f"defaults of {function.__qualname__}", way.is_read)
+                self._visit_variable(places.DEFAULTS, function, name, held, to_defaults)
+        if function.__dict__.keys() - {"__wrapped__"}:  # of one that only has this, nothing is its user's
+            self._visit_container(function.__dict__, way.to(function.__qualname__, way.is_read))
         variables = function.__globals__
         for name in variables_of(function.__code__):
             if name in variables:
-                value, words = variables[name], f"global {name}"
-                if isinstance(value, _REPLACEABLE) and (id(variables), name) not in self._globals:
-                    self._globals.add((id(variables), name))
-                    self._add(words, places.GLOBAL, variables, name, value, way)
-                self._visit(value, way.to(words, way.is_read, in_global=True))
+                to_global = way.to(f"global {name}", way.is_read, in_global=True)
+                self._visit_variable(places.GLOBAL, variables, name, variables[name], to_global)
+
+    def _visit_variable(self, view: View, owner: Any, name: str | None, value: Any, way: _Way) -> None:
+        """Visits what a variable, or an attribute of a class, holds; another object may be put in its place."""
+        if (id(owner), name) not in self._variables and not isinstance(value, types.ModuleType):
+            self._variables.add((id(owner), name))
+            self._add(way.words, view, owner, name, value, way)
+        self._visit(value, way)
+
+    def _visit_type(self, kind: type, way: _Way) -> None:
+        """Visits the class of a module; notes others, with those that they are made from, for `_visit_found`."""
+        if issubclass(kind, nn.Module):
+            if not is_library(kind):
+                self._visit_class(kind, way.inside())
+            return
+        for owner in kind.__mro__:
+            if id(owner) not in self._namespaces and id(owner) not in self._seen and not is_library(owner):
+                self._namespaces[id(owner)] = owner, way
+                self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
+
+    def _visit_found(self) -> None:
+        """Visits hidden modules, and attributes of namespaces that code names, which lead to more code, and so on.
+
+        A package's classes have many other attributes.
+        """
+        names = self._names | OPERATORS
+        num_hidden = num_codes = 0
+        visited: set[tuple[int, str]] = set()
+        while True:
+            while num_hidden < len(self.reach.hidden):
+                module, way = self.reach.hidden[num_hidden]
+                self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
+                num_hidden += 1
+            uses = CodeUses.of(self.reach.codes[num_codes:])
+            names, num_codes = names | uses.reads | uses.sets, len(self.reach.codes)
+            named = [
+                (owner, name, way)
+                for owner, way in self._namespaces.values()
+                for name in sorted(names.intersection(vars(owner)))
+                if (id(owner), name) not in visited
+            ]
+            if not named:
+                return
+            self._most_places = max(self._most_places, len(self.reach.places) + self._limits.num_places // 2)
+            for owner, name, way in named:
+                visited.add((id(owner), name))
+                self._visit_attribute(owner, name, way.to(f"{owner.__name__}.{name}", is_read=True, in_global=True))
+
+    def _visit_attribute(self, owner: _Namespace, name: str, way: _Way) -> None:
+        value = vars(owner)[name]
+        if isinstance(owner, type):
+            self._visit_variable(places.CLASS, owner, name, value, way)
+        elif not (is_library(owner) and is_library(value if isinstance(value, _DEFINED) else type(value))):
+            self._visit_variable(places.GLOBAL, vars(owner), name, value, way)
 
     def _note_hidden(self, module: nn.Module, way: _Way) -> None:
         is_own = type(module).__module__.startswith("roundpipe.")  # such as the compiled model, which counts calls

@@ -122,11 +122,8 @@ class _Lookups:
 
 
 _LOOKUPS = ("get", "__getitem__", "__contains__")
-_METHODS = tuple(
-    name
-    for name, value in vars(dict).items()
-    if isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType) and name not in dir(object)
-)
+_OF_C = types.MethodDescriptorType | types.WrapperDescriptorType
+_METHODS = tuple(name for name, value in vars(dict).items() if isinstance(value, _OF_C) and name not in dir(object))
 
 
 def _is_registry(kind: type) -> bool:
@@ -134,29 +131,37 @@ def _is_registry(kind: type) -> bool:
     return kind not in CONTAINERS and not is_library(kind) and not hasattr(kind, "__missing__")
 
 
+def _own_names_of_methods(kind: type) -> dict[str, str]:
+    """Under which other names a class has methods of dict, and theirs: ``__getattr__ = dict.get`` is common."""
+    held = (item for owner in kind.__mro__ if owner not in (dict, object) for item in vars(owner).items())
+    methods = {name: value.__name__ for name, value in held if isinstance(value, _OF_C)}
+    return {name: of_dict for name, of_dict in methods.items() if getattr(kind, name) is vars(dict).get(of_dict)}
+
+
 def _watch_registries(kind: type, lookups: dict[int, _Lookups]) -> Callable[[], None]:
     """Have the methods of a class write down what they are asked for."""
     before = dict(vars(kind))
+    names = {name: name for name in _METHODS} | _own_names_of_methods(kind)
 
-    def watched(name: str) -> Callable[..., Any]:
+    def watched(name: str, of_dict: str) -> Callable[..., Any]:
         plain: Any = getattr(kind, name)
 
         def method(registry: Any, *args: Any, **kwargs: Any) -> Any:
             found = lookups.get(id(registry))
             if found is not None and not sys._getframe(1).f_globals.get("__name__", "").startswith("roundpipe."):
-                if name in _LOOKUPS and len(args) in (1, 2):  # what is said when it is not there is in the code
-                    found.asked.setdefault((name, id(args[0])), args[0])
+                if of_dict in _LOOKUPS and len(args) in (1, 2):  # what is said when it is not there is in the code
+                    found.asked.setdefault((of_dict, id(args[0])), args[0])
                 else:
                     found.is_whole = True
             return plain(registry, *args, **kwargs)
 
         return method
 
-    for name in _METHODS:
-        setattr(kind, name, watched(name))
+    for name, of_dict in names.items():
+        setattr(kind, name, watched(name, of_dict))
 
     def undo() -> None:
-        for name in _METHODS:
+        for name in names:
             if name in before:
                 setattr(kind, name, before[name])
             else:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.effects.places import CONTAINERS, has_attributes, is_closed, is_library, view_of
 from roundpipe.effects.reach import MAX_DEPTH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
@@ -64,7 +65,7 @@ def must_run_once(module: nn.Module) -> bool:
         return True
     values = [module.__dict__.get(name) for name in uses.reads]
     for name in methods_of_forward(kind):
-        if (function := getattr(kind, name, None)) is not None:
+        if isinstance(function := getattr(kind, name, None), types.FunctionType):
             values += [function.__globals__.get(name) for name in names_in(function.__code__)]
     return any(_may_change(value, uses) for value in values)
 
@@ -78,7 +79,7 @@ def _hands_on(hook: Any) -> bool:
     if uses.sets or uses.rebinds or _may_change(hook, None):
         return True
     function = hook.func if isinstance(hook, functools.partial) else hook
-    values = [getattr(function, "__self__", None), *(cell.cell_contents for cell in filled_cells(function))]
+    values = [stored_attribute(function, "__self__"), *(cell.cell_contents for cell in filled_cells(function))]
     return uses.changes_items and any(isinstance(value, nn.Module) for value in values)
 
 

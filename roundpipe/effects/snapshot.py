@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import attributes_of
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects import places
-from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
+from roundpipe.effects.places import REGISTERED, Place, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
 from roundpipe.effects.uses import reached_by
 
@@ -306,11 +307,7 @@ class PythonSnapshot:
         return changed
 
     def changed_values(self) -> PlaceValues:
-        return {
-            place.identity: contents(now) if isinstance(now, dict) else copy.copy(now)
-            for place in self.diff()
-            for now in [place.now()]
-        }
+        return {place.identity: place.value() for place in self.diff()}
 
     def restore(self) -> None:
         """Puts back what every place held, but for `torch.Generator`: on fakes, none draws."""
@@ -348,8 +345,8 @@ class PythonSnapshot:
 def _is_expected(place: Place, expected: PlaceValues) -> bool:
     """Whether a place holds what it held, or what is expected; a dict item by item."""
     now, other = place.now(), expected.get(place.identity)
-    if not isinstance(now, dict) or not isinstance(other, dict):
-        return same_contents(other, now)
+    if place.view.is_variable or not isinstance(now, dict) or not isinstance(other, dict):
+        return place.view.is_same(other, now)
     missing = object()
     return all(
         any(trees.same(values.get(key, missing), dict.get(now, key, missing)) for values in (place.held, other))
@@ -374,8 +371,8 @@ class CodeSnapshot:
     def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
         self._python = PythonSnapshot(modules if function is None else (*modules, _Holder(function)))
         objects = () if function is None else reached_by(function)
-        dicts = (getattr(value, "__dict__", None) for value in objects)
-        self._attributes = [(held, dict(held)) for held in dicts if isinstance(held, dict)]
+        dicts = map(attributes_of, objects)
+        self._attributes = [(held, dict(held)) for held in dicts if held is not None]
 
     def restore(self) -> None:
         self._python.restore()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.effects.bytecode import instructions_in, names_by_instruction
 from roundpipe.effects.places import is_library, package_of
 
@@ -77,7 +78,7 @@ def reached_by(*functions: Any) -> Iterator[Any]:
             yield target
         names, objects = _looked_up_by(target)
         for item in objects:
-            attributes = getattr(item, "__dict__", {})
+            attributes = stored_attribute(item, "__dict__", {})
             for value in (item, *(attributes[name] for name in names if name in attributes)):
                 if isinstance(value, (list, tuple, set, frozenset)):
                     yield from value
@@ -111,9 +112,14 @@ def _has_code(function: Any) -> bool:
     return isinstance(function, types.FunctionType)
 
 
+def function_of(function: Any) -> Any:
+    """The function of a method, and whatever else can be called itself."""
+    return function.__func__ if isinstance(function, types.MethodType) else function
+
+
 def filled_cells(function: Any) -> Iterator[types.CellType]:
     """The cells of a function's or method's closure that hold something."""
-    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+    for cell in stored_attribute(function_of(function), "__closure__") or ():
         with contextlib.suppress(ValueError):
             cell.cell_contents  # noqa: B018 - raises if it is empty
             yield cell
@@ -123,7 +129,8 @@ GRADIENT_ATTRIBUTES = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 """Attributes of a tensor that tell whether gradients are recorded."""
 _ASKING = GRADIENT_ATTRIBUTES | {"is_grad_enabled"}
 _CHANGING = frozenset("append extend update pop popleft setdefault add insert clear remove popitem".split())
-_OPERATORS = frozenset("__call__ __next__ __iter__ __getitem__ __len__ __enter__ __exit__ __float__ __int__".split())
+OPERATORS = frozenset("__call__ __next__ __iter__ __getitem__ __len__ __enter__ __exit__ __float__ __int__".split())
+"""Methods that code calls without naming them."""
 _ALWAYS_RUN = ("forward", "__call__", "__getattr__", "__getattribute__")
 _IS_GRAD_ENABLED = torch.is_grad_enabled
 """Torch's own: while a trace runs, a function around it stands in its place."""
@@ -258,7 +265,7 @@ def uses_of_methods(kind: type, names: Iterable[str]) -> CodeUses:
     methods = {
         name: method.__code__ for owner in own for name, method in vars(owner).items() if hasattr(method, "__code__")
     }
-    return CodeUses.of(_called(methods, (*names, *_OPERATORS)).values())
+    return CodeUses.of(_called(methods, (*names, *OPERATORS)).values())
 
 
 def uses_of_properties(kinds: Iterable[type], names: frozenset[str]) -> CodeUses:
@@ -309,7 +316,7 @@ def asks_for_gradients(kind: type) -> bool:
 
 
 def _asks(function: Any) -> bool:
-    if getattr(function, "__wrapped__", function) is _IS_GRAD_ENABLED:
+    if stored_attribute(function, "__wrapped__", function) is _IS_GRAD_ENABLED:
         return True
     if not isinstance(function, types.FunctionType):
         return False
@@ -320,7 +327,7 @@ def _asks(function: Any) -> bool:
 def uses_of_hook(hook: Any) -> CodeUses:
     """What a hook does; of an object, its call."""
     function = hook.func if isinstance(hook, functools.partial) else hook
-    function = getattr(function, "__func__", function)
+    function = function_of(function)
     if not isinstance(function, types.FunctionType):
         function = vars(type(function)).get("__call__")
     return CodeUses.of([function.__code__] if isinstance(function, types.FunctionType) else [])

@@ -21,9 +21,9 @@ from roundpipe.fx.trace.siblings import arguments_key, module_key
 from roundpipe.fx.trace.tracer import trace
 
 SIZE = 6
-RUNS: Any = types.ModuleType("runs")
+RUNS: Any = types.ModuleType("torch.runs")
 RUNS.number = 0
-"""Counts runs of blocks, out of sight of what looks for a forward's state."""
+"""Counts runs of blocks, out of sight: what packages such as torch have is no forward's state."""
 
 
 class Block(nn.Module):

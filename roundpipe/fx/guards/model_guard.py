@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
@@ -21,13 +20,23 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.core.module_tree import modules_in, named_modules_in
-from roundpipe.effects.places import CONTAINER, OF_TORCH, Place, hook_tables
+from roundpipe.core.module_tree import modules_in
+from roundpipe.effects.places import CLASS, CONTAINER, NAMES, OF_TORCH, hook_tables
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
-from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
+from roundpipe.effects.uses import (
+    CodeUses,
+    attributes_read,
+    function_of,
+    uses_of_forward,
+    uses_of_functions,
+    uses_of_hook,
+)
+from roundpipe.fx.guards.quick_comparison import QuickComparison
+from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
 
 MAX_COMPARED_WEIGHT = 1 << 14
@@ -97,7 +106,7 @@ class ModelGuard:
         self._dicts = [module.__dict__ for module in self._modules]
         self._keep_modes = all("training" in own for own in self._dicts)
         self._training = self._modes()
-        self._forms = _WeightForms(model, replaced)
+        self._forms = WeightForms(model, replaced)
         places = [name.rpartition(".") for name in weights]
         owners = [(model.get_submodule(path), name) for path, _, name in places]
         self._weights = [(owner, name, getattr(owner, name)) for owner, name in owners]
@@ -119,8 +128,7 @@ class ModelGuard:
         self._leaf_hook_dicts = [hooks for _, hooks in leaf_hooks]
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
-        classes = [vars(place.owner) for place in self._python.reach.places if place.kind == "names"]
-        self._sizes_of_classes = [(attributes, len(attributes)) for attributes in classes]
+        self._quick = QuickComparison(self._python.reach.places)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
@@ -139,16 +147,16 @@ class ModelGuard:
         self._values = list(chain.from_iterable(values for *_, values in self._attributes))
 
     def restrict(self, reads: Reads) -> None:
-        """From now on, of objects and registries that ``reads`` knows, only what was read counts."""
-        for index, place in enumerate(self._python.reach.places):
-            if place.view is CONTAINER and (view := reads.view(place.owner)) is not None:
-                held = view.read(place.owner, None)
-                self._python.reach.places[index] = replace(place, view=view, held=held)
-        self.__dict__.pop("_quick", None)
+        """From now on, of objects and registries that ``reads`` knows, only what was read counts.
 
-    @functools.cached_property
-    def _quick(self) -> _QuickComparison:
-        return _QuickComparison(self._python.reach.places, self._sizes_of_classes)
+        Their classes, which told that, are again what they were.
+        """
+        for index, place in enumerate(self._python.reach.places):
+            view = reads.view(place.owner) if place.view is CONTAINER else None
+            if view is not None or place.view in (CLASS, NAMES):
+                view = view or place.view
+                self._python.reach.places[index] = replace(place, view=view, held=view.read(place.owner, place.key))
+        self._quick = QuickComparison(self._python.reach.places)
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""
@@ -236,6 +244,9 @@ class ModelGuard:
         place = next(self._python.changed(self.own.places), None)
         if place is None:
             return None
+        now = place.now()
+        if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
+            return f"{place.words} is {now!r}, traced with {place.held!r}"
         names = enumerated(place.changed_items(), most=3)
         return f"{place.words} holds something else now{names and f' ({names})'}"
 
@@ -250,135 +261,6 @@ class ModelGuard:
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
 
 
-class _QuickComparison:
-    """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
-
-    Random generators among them are not looked at.
-
-    Args:
-        sizes_of_classes: attributes of the classes among them, and how many there were.
-    """
-
-    def __init__(self, all_places: Iterable[Place], sizes_of_classes: Sequence[tuple[Any, int]]) -> None:
-        by_kind: dict[str, list[Place]] = {}
-        for place in all_places:
-            by_kind.setdefault(place.kind, []).append(place)
-        containers = [place for place in by_kind.get("container", ()) if place.view is CONTAINER]
-        dicts = [(place.owner, place.held) for place in containers if isinstance(place.owner, dict)]
-        lists = [(place.owner, place.held) for place in containers if isinstance(place.owner, (list, deque))]
-        self._contents = _Contents(dict.__len__, dict.values, dicts), _Contents(len, iter, lists)
-        self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
-        self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
-        self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
-        self._names = sizes_of_classes
-        self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
-        self._others += [place for place in by_kind.get("container", ()) if place.view is not CONTAINER]
-
-    def is_same(self) -> bool:
-        return (
-            all(held.is_same() for held in self._contents)
-            and all(owner == held for owner, held in self._sets)
-            and all(owner.get(key) is held for owner, key, held in self._variables)
-            and all(len(owner) == number for owner, number in self._names)
-            and not any(place.is_changed() for place in self._others)
-        )
-
-
-class _Contents:
-    """What containers hold, compared all at once."""
-
-    def __init__(
-        self,
-        length: Callable[[Any], int],
-        items: Callable[[Any], Iterable[Any]],
-        containers: Sequence[tuple[Any, Any]],
-    ) -> None:
-        self._length, self._items = length, items
-        self._owners = [owner for owner, _ in containers]
-        self._lengths = [len(held) for _, held in containers]
-        self._held = list(chain.from_iterable(items(held) for _, held in containers))
-
-    def is_same(self) -> bool:
-        """Whether they hold these very objects in this order."""
-        if list(map(self._length, self._owners)) != self._lengths:
-            return False
-        return all(map(operator.is_, chain.from_iterable(map(self._items, self._owners)), self._held))
-
-
-class _WeightForms:
-    """What a model's parameters and buffers look like, whichever tensors are in their places later.
-
-    ``model.double()`` and ``p.data = other`` leave the objects as they are. What code of the model puts somewhere
-    itself, such as a table that grows, looks as that code decides.
-    """
-
-    def __init__(self, model: nn.Module, replaced: Collection[str]) -> None:
-        modules = named_modules_in(model)
-        uses = {kind: uses_of_forward(kind) for kind in set(map(type, modules.values()))}
-        set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
-        parameters, buffers = [], []
-        self._tables: list[tuple[str, Any, set[str]]] = []
-        """Of buffers: the module's prefix, and the names that may be there."""
-        for path, module in modules.items():
-            use, prefix, get = uses[type(module)], f"{path}." if path else "", _getter(module._parameters)
-            for name in module._parameters.keys():  # without keys(), those of scripted modules can't be iterated
-                parameters.append((prefix + name, get, name, _LOOSE if name in use.sets else _STRICT))
-            if "register_buffer" not in use.reads:
-                get, names = _getter(module._buffers), module._buffers.keys()
-                buffers += [(prefix + name, get, name, _BUFFER) for name in names if name not in set_anywhere]
-                self._tables.append((prefix, module._buffers, {*names, *set_anywhere}))
-        places = parameters + buffers
-        self._lengths = [len(table) for _, table, _ in self._tables]
-        absent = [(get, name) for _, get, name, _ in places if get(name) is None]
-        self._absent = [get for get, _ in absent], [name for _, name in absent]
-        self._places = [place for place in places if place[1](place[2]) is not None and place[0] not in replaced]
-        self._gets, self._names = [place[1] for place in self._places], [place[2] for place in self._places]
-        self._looks = [place[3] for place in self._places]
-        self._forms = self._forms_now()
-
-    def _forms_now(self) -> list[Any]:
-        """Of thousands at each call: no Python for each."""
-        return list(map(operator.call, self._looks, map(operator.call, self._gets, self._names)))
-
-    def change(self) -> str | None:
-        """What is otherwise now, in words."""
-        has_lengths = [len(table) for _, table, _ in self._tables] == self._lengths
-        for prefix, table, names in () if has_lengths else self._tables:
-            if new := sorted(set(table.keys()) - names):
-                return f"{prefix}{new[0]}, a buffer, is new"
-        for tensor, name in zip(map(operator.call, *self._absent), self._absent[1], strict=True):
-            if tensor is not None:
-                return f"{name}, which was None, is a tensor now"
-        try:
-            if self._forms_now() == self._forms:
-                return None
-        except AttributeError:  # there is None in a place
-            pass
-        for (qualified, get, name, look), form in zip(self._places, self._forms, strict=True):
-            if (tensor := get(name)) is None:
-                return f"{qualified} is None now"
-            for before, now in zip(form, look(tensor), strict=True):
-                if now != before:
-                    return f"{qualified} has {_form_words(now)} now, traced with {_form_words(before)}"
-        return None
-
-
-def _getter(tensors: Any) -> Callable[[str], torch.Tensor | None]:
-    """Looks up a name among a module's parameters or buffers; those of scripted modules have no ``get``."""
-    return tensors.get if isinstance(tensors, dict) else lambda name: tensors[name] if name in tensors else None
-
-
-_STRICT = operator.attrgetter("dtype", "shape", "requires_grad")
-_LOOSE = operator.attrgetter("dtype", "requires_grad")
-_BUFFER = operator.attrgetter("dtype", "shape")
-
-
-def _form_words(value: Any) -> str:
-    if isinstance(value, torch.Size):
-        return f"shape {tuple(value)}"
-    return f"requires_grad {value}" if isinstance(value, bool) else f"dtype {value}"
-
-
 def kind_and_value(value: Any) -> tuple[type, Any]:
     """A value's type, and the value if it is plain."""
     return type(value), value if isinstance(value, trees.PLAIN) else None
@@ -390,7 +272,9 @@ def hooks_by_code(module: nn.Module) -> list[Any]:
 
 
 def _code_of(hook: Any) -> Any:
-    return getattr(getattr(hook, "func", hook), "__code__", id(hook))
+    return stored_attribute(
+        function_of(hook.func if isinstance(hook, functools.partial) else hook), "__code__", id(hook)
+    )
 
 
 def _words(value: Any) -> str:
