@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
@@ -286,13 +287,13 @@ def misfit(
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The model's ``dummy_inputs``, which may be inherited and not fit: they show a partition, calls decide."""
-    dummy = getattr(model, "dummy_inputs", None)
+    dummy = given_attribute(model, "dummy_inputs")
     return ((), dict(dummy)) if isinstance(dummy, dict) else None
 
 
 def _cache_advice(model: nn.Module) -> str:
     """What a model that fills a cache can do without, as a sentence to add; empty for others."""
-    uses_cache = getattr(getattr(model, "config", None), "use_cache", None) is True
+    uses_cache = given_attribute(given_attribute(model, "config"), "use_cache") is True
     return " config.use_cache = False avoids that of the cache." if uses_cache else ""
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.attributes import given_attribute
 from roundpipe.core.checks import check_flag, path_of
 from roundpipe.core.errors import (
     CheckpointError,
@@ -145,7 +146,7 @@ def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, 
         if name == "optimizer" and not isinstance(value, torch.optim.Optimizer | None):
             advice = "give a torch.optim.Optimizer, or None; of several, the states of the others in extra={...}"
             raise ConfigError(f"optimizer is {type(value).__name__}; {advice}")
-        has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        has_state = all(callable(given_attribute(value, name)) for name in ("state_dict", "load_state_dict"))
         if value is not None and (isinstance(value, type) or not has_state):
             raise ConfigError(
                 f"{name} is {type(value).__name__}, which has no state_dict and load_state_dict; give one that has them"
@@ -164,7 +165,7 @@ def _once_each(
 
     Where the model says which name it makes from the other (transformers does), that one is left out.
     """
-    derived = getattr(target, "all_tied_weights_keys", None) or getattr(target, "_tied_weights_keys", None) or ()
+    derived = given_attribute(target, "all_tied_weights_keys") or given_attribute(target, "_tied_weights_keys") or ()
     chosen: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for names in _groups(tensors):
@@ -188,15 +189,15 @@ def _configs(target: nn.Module) -> list[Any]:
 
     A model with adapters has the configuration of its base and other keys: `from_pretrained` would start at random.
     """
-    if hasattr(target, "peft_config"):
+    if given_attribute(target, "peft_config") is not None:
         return []
-    found: list[Any] = [copy.deepcopy(getattr(target, name, None)) for name in ("config", "generation_config")]
-    config = found[0]
-    if hasattr(config, "save_pretrained"):
+    given = ((name, given_attribute(target, name)) for name in ("config", "generation_config"))
+    own = {name: copy.deepcopy(each) for name, each in given if callable(given_attribute(each, "save_pretrained"))}
+    if (config := own.get("config")) is not None:
         config.architectures = [type(target).__name__]
         if hasattr(config, "dtype"):
             config.dtype = next((p.dtype for p in target.parameters() if p.is_floating_point()), config.dtype)
-    return [config for config in found if callable(getattr(config, "save_pretrained", None))]
+    return list(own.values())
 
 
 # Loading

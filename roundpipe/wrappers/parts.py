@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.compiled_modules import COMPILED_CALL, never_compiled
 from roundpipe.core.errors import ConfigError, NotCopyableError
@@ -351,7 +352,7 @@ class HostTree(Replica):
             state["_parameters"] = dict(original._parameters)
             state["_buffers"] = dict(original._buffers)
             config = state.get("config")
-            if getattr(config, "use_cache", None):  # a cache that layers fill must not be filled by recomputation
+            if given_attribute(config, "use_cache"):  # a cache that layers fill must not be filled by recomputation
                 if id(config) not in configs:
                     configs[id(config)] = copy.copy(config)
                     configs[id(config)].use_cache = False

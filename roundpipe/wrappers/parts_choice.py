@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
@@ -194,8 +195,8 @@ class _Walk:
 
 
 def _is_inplace_activation(module: nn.Module) -> bool:
-    return getattr(module, "inplace", False) is True and next(module.parameters(), None) is None
+    return given_attribute(module, "inplace") is True and next(module.parameters(), None) is None
 
 
 def _has_batch_elsewhere(module: nn.Module) -> bool:
-    return any(getattr(part, "batch_first", True) is False for part in modules_in(module))
+    return any(given_attribute(part, "batch_first") is False for part in modules_in(module))

@@ -21,6 +21,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.values import UNKNOWN, ValueReader
@@ -225,7 +226,7 @@ class GraphBuilder:
             return self._add_modeless("call_function", Build(template), tuple(map(self.argument, now)))
         for tensor in _captured_tensors(value):
             raise self._untraced(
-                f"the function {getattr(value, '__qualname__', value)!r} is an argument and holds a tensor "
+                f"the function {stored_attribute(value, '__qualname__', value)!r} is an argument and holds a tensor "
                 f"in its closure; pass the tensor as an argument of its own",
                 tensor,
             )
@@ -281,7 +282,7 @@ class ExampleData:
 
 def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in the closure of a function."""
-    for cell in getattr(value, "__closure__", None) or ():
+    for cell in stored_attribute(value, "__closure__") or ():
         try:
             yield from flat_tensors(cell.cell_contents)
         except ValueError:  # an empty cell

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
@@ -146,7 +147,7 @@ def code_of(function: Any) -> Any:
     """What runs when a function is called: the same for one that is made anew for each call."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__code__", type(function))
+    return stored_attribute(function, "__code__", type(function))
 
 
 def times_the_example(chain: LayerChain, elements: int) -> float:
