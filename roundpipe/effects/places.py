@@ -144,6 +144,14 @@ class Place:
             str(name) for name in names if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
         ]
 
+    def changed_number(self) -> str:
+        """The first Python number, held itself or as an item, that is another one now, in words; empty for none."""
+        if are_other_numbers(self.held, now := self.now()):
+            return self.words
+        before, after = _items(self.held), _items(now)
+        keys = (key for key in before if key in after and are_other_numbers(before[key], after[key]))
+        return next((f"{key!r} of {self.words}" for key in keys), "")
+
     def gained_tensors_only(self) -> bool:
         """Whether a dict got tensors and is else what it was, as a cache of tables does."""
         if not isinstance(self.owner, dict) or self.kind != CONTAINER.kind:
@@ -152,6 +160,18 @@ class Place:
         return all(key in now and trees.same(value, now[key]) for key, value in self.held.items()) and all(
             holds_tensors(value) for key, value in now.items() if key not in self.held
         )
+
+
+def are_other_numbers(before: Any, now: Any) -> bool:
+    """Whether two values are numbers of Python's, and not the same; truths are none."""
+    return type(before) in (int, float) and type(now) in (int, float) and before != now
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """What is in a dict by key, and in a sequence by position; nothing of other values."""
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    return dict(dict.items(value)) if isinstance(value, dict) else {}
 
 
 def contents(container: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.effects.places import view_of
+from roundpipe.effects.places import are_other_numbers, view_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -95,6 +95,12 @@ class ArgumentForm:
             if _contents(leaf) != contents:
                 return f"argument {argument_words(path)} was written in place since it was traced"
         return None
+
+    def changed_number(self, arguments: Any) -> str:
+        """The first Python number that is another one in other arguments, in words; empty for none."""
+        values = dict(trees.walk(arguments))
+        changed = (path for path, before in self._values if are_other_numbers(before, values.get(path)))
+        return next((f"argument {argument_words(path)}" for path in changed), "")
 
 
 def argument_words(path: trees.Path) -> str:

@@ -29,7 +29,8 @@ from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
-from roundpipe.fx.guards.guards import Failure, GuardedGraph
+from roundpipe.fx.guards.failure import Failure, Retraces
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.intercept import TRACING
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TRACES = 32
 """Traces kept at once; the one unused for longest goes first."""
-RETRACES_BEFORE_WARNING = 5
-FEW_MICROBATCHES = 64
-"""A trace that served fewer than this before the next one counts as one after the other."""
 MOST_RETURNED = 2
 """Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
 
@@ -75,9 +73,7 @@ class TracedSource:
         """The one whose guards have held for the latest microbatch."""
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
-        self._retraces_in_a_row = 0
-        self._served = 0
-        """Microbatches since the last trace."""
+        self._retraces = Retraces(type(model).__name__)
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
@@ -139,7 +135,7 @@ class TracedSource:
                 mismatch = traced.guards.check(args, kwargs, knows_model=knows_model, batch=batch)
                 if mismatch is None:
                     self._compared = chain
-                    self._served += 1
+                    self._retraces.note_served()
                     if position:
                         self._traces.insert(0, self._traces.pop(position))
                     return chain
@@ -193,17 +189,10 @@ class TracedSource:
                 "calls in eager mode. Keep what changes from call to call in a buffer"
             ) from cause
 
-    def _note_retrace(self, failure: Any) -> None:
+    def _note_retrace(self, failure: Failure) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
-        self._retraces_in_a_row = self._retraces_in_a_row + 1 if self._served < FEW_MICROBATCHES else 1
-        self._served = 0
         self._varying.update(dict.fromkeys(failure.dimensions))
-        if self._retraces_in_a_row == RETRACES_BEFORE_WARNING:
-            warn(
-                f"{type(self._model).__name__} was traced {self.trace_count + 1} times, the last "
-                f"{RETRACES_BEFORE_WARNING} one after the other. What varies: {failure}. "
-                "Keep it fixed (pad inputs, move it out of forward) to trace once"
-            )
+        self._retraces.note(failure)
 
     def _trace(
         self,

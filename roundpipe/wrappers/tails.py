@@ -7,6 +7,7 @@ same. Where there is no tail, `loss_fn` runs as it is, and the reason is logged 
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, TraceError
 from roundpipe.core.layers import Carry, LayerChain, Mixing, Tail
@@ -24,13 +26,14 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.trees import Access
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.guards import Failure, GuardedGraph
+from roundpipe.fx.guards.failure import Failure, Retraces
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
 from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS, CountedLosses, count_losses, mixing_of_losses
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
-from roundpipe.fx.trace.loss import is_same, trace_loss
+from roundpipe.fx.trace.loss import change_of, is_same, trace_loss
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
@@ -108,6 +111,8 @@ class TailSource:
         """By code of a loss, dimensions of its arguments that were seen to vary."""
         self._refused: dict[Any, Mixing | None] = {}
         """By code of a loss that has no tail, how it mixes samples, as far as one microbatch's graph tells."""
+        self._retraces: dict[Any, Retraces] = {}
+        """By code of a loss."""
         self.trace_count = 0
 
     def tail(self, call: Call) -> Tail | None:
@@ -143,7 +148,8 @@ class TailSource:
     def mixing(self, calls: Iterable[Call]) -> Mixing | None:
         """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
         each = [own for call in calls for own in _by_chain(call)]
-        known = [known.mixing for call in each for known in self._known if self._serves(known, call)]
+        pairs = ((known, call) for call in each for known in self._known if self._is_for(known, call))
+        known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
 
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
@@ -158,10 +164,20 @@ class TailSource:
             self._refuse(code, "the outputs' sizes are not known before the model runs")
             return None
         with _tracing_modes(), microbatch_count(call.total_microbatches):
+            retraces = self._retraces.setdefault(code, Retraces(f"the loss function {_name_of(function)}"))
+            failure: Failure | None = None
             for position, known in enumerate(self._known):
-                if self._serves(known, call) and _misfit(known.traced, examples) is None:
+                if not self._is_for(known, call):
+                    continue
+                if (why := change_of(known.function, function) or _failure(known.traced, examples)) is None:
                     self._known.insert(0, self._known.pop(position))
+                    retraces.note_served(len(examples))
                     return known, examples
+                if code_of(known.function) == code:
+                    failure = failure or why
+            if failure is not None:
+                logger.info("tracing a loss function again: %s", failure)
+                retraces.note(failure)
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
             except _OtherGraphs as error:
@@ -182,12 +198,9 @@ class TailSource:
         self._known = [known, *others][:MAX_TAILS]
         return known, examples
 
-    def _serves(self, known: _KnownTail, call: Call) -> bool:
-        return (
-            known.chain() is call.chain
-            and (known.num_microbatches, known.weighs_terms) == (call.total_microbatches, call.weighs_terms)
-            and is_same(known.function, call.loss_fn)
-        )
+    def _is_for(self, known: _KnownTail, call: Call) -> bool:
+        counts = call.total_microbatches, call.weighs_terms
+        return known.chain() is call.chain and (known.num_microbatches, known.weighs_terms) == counts
 
     def _trace(self, function: Any, examples: list[Example], varying: dict[Dimension, None]) -> GuardedGraph:
         """A trace that serves all examples."""
@@ -216,6 +229,17 @@ def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Exampl
         if failure is not None:
             return example, failure
     return None
+
+
+def _failure(traced: GuardedGraph, examples: Collection[Example]) -> Failure | None:
+    misfit = _misfit(traced, examples)
+    return None if misfit is None else misfit[1]
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(stored_attribute(function, "__qualname__", type(function).__name__))
 
 
 def _examples(call: Call) -> list[Example] | None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.fx.guards.guards import Failure, Guards
+from roundpipe.fx.guards.failure import Failure
+from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.trace.tracer import trace
 
 

@@ -15,8 +15,9 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import TraceError
+from roundpipe.fx.guards.failure import RETRACES_BEFORE_WARNING
 from roundpipe.fx.passes.lower import LowerOptions
-from roundpipe.fx.source import RETRACES_BEFORE_WARNING, TracedSource
+from roundpipe.fx.source import TracedSource
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.cases_traps import Holds, _raise

@@ -25,6 +25,7 @@ from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.guards.failure import Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
 from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.operations import SizeExpression
@@ -35,18 +36,6 @@ MAX_VARIANTS = 16
 
 Verifier = Callable[[Any], SizeSystem | str]
 """Runs the traced graph on fakes of some arguments' sizes: what it assumed, or which shape is not the traced one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a trace does not serve a call."""
-
-    message: str
-    dimensions: tuple[Dimension, ...] = ()
-    """Dimensions of float inputs that the trace has as plain numbers and that vary."""
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +163,18 @@ class Guards:
         copies of what was traced run in its place. ``batch``: the arguments are a piece of these, and decisions are
         those of the whole, if the trace serves its sizes.
         """
-        words = self._call_modes.difference(CallModes.current(), self.grad_matters)
-        looks = not knows_model
-        words = words or (self._model.change() if looks and self._model is not None else None)
-        if words:
+        if words := self._call_modes.difference(CallModes.current(), self.grad_matters):
             return Failure(words)
+        looks = not knows_model
+        if looks and self._model is not None and (failure := self._model.change()):
+            return failure
         if looks and not all(write.leaves_alone(weight) for write, weight in self._weight_writes):
             return Failure("the forward now changes a weight in place, which it left alone when it was traced")
         arguments = self._form.normalise(args, kwargs)
         tensors: list[torch.Tensor] = []
-        words = self._arguments.difference(arguments, tensors) or self._other_tensors(tensors)
-        if words:
+        if words := self._arguments.difference(arguments, tensors):
+            return Failure(words, number=self._arguments.changed_number(arguments))
+        if words := self._other_tensors(tensors):
             return Failure(words)
         if failure := self._failure_of_shapes(arguments, tensors):
             return failure

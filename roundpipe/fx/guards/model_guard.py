@@ -23,7 +23,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.places import CLASS, CONTAINER, NAMES, OF_TORCH, hook_tables
+from roundpipe.effects.places import CLASS, CONTAINER, NAMES, OF_TORCH, are_other_numbers, hook_tables
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
@@ -35,6 +35,7 @@ from roundpipe.effects.uses import (
     uses_of_functions,
     uses_of_hook,
 )
+from roundpipe.fx.guards.failure import Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
 from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
@@ -171,19 +172,15 @@ class ModelGuard:
             return None
         return frozenset({"forward"}).union(CodeUses.of(codes).reads, *map(attributes_read, kinds))
 
-    def change(self) -> str | None:
-        """What is otherwise now, in words.
+    def change(self) -> Failure | None:
+        """What is otherwise now.
 
         Raises:
             ConfigError: modules were replaced, added or removed.
         """
-        return (
-            self._change_of_mode()
-            or self._change_of_weights()
-            or self._change_of_structure()
-            or self._change_of_attributes()
-            or (None if self._quick.is_same() else self._change_of_python())
-        )
+        if words := self._change_of_mode() or self._change_of_weights() or self._change_of_structure():
+            return Failure(words)
+        return self._change_of_attributes() or (None if self._quick.is_same() else self._change_of_python())
 
     def _change_of_mode(self) -> str | None:
         training = self._modes()
@@ -226,29 +223,32 @@ class ModelGuard:
             return "parameters came or went"
         return None
 
-    def _change_of_attributes(self) -> str | None:
+    def _change_of_attributes(self) -> Failure | None:
         values_now = map(dict.get, self._owners, self._names, repeat(_MISSING))  # of thousands: no Python for each
         for module, names, values in () if all(map(operator.is_, values_now, self._values)) else self._attributes:
             for name, before in zip(names, values, strict=True):
                 value = module.__dict__.get(name, _MISSING)
                 if not trees.same(before, value) and not self._sets_itself(module, name, value):
-                    return f"{type(module).__name__}.{name} is {_words(value)}, traced with {_words(before)}"
+                    place = f"{type(module).__name__}.{name}"
+                    number = place if are_other_numbers(before, value) else ""
+                    return Failure(f"{place} is {_words(value)}, traced with {_words(before)}", number=number)
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
                 for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
                     if not self._sets_itself(module, name, module.__dict__[name]):
-                        return f"{type(module).__name__}.{name} is new"
+                        return Failure(f"{type(module).__name__}.{name} is new")
         return None
 
-    def _change_of_python(self) -> str | None:
+    def _change_of_python(self) -> Failure | None:
         place = next(self._python.changed(self.own.places), None)
         if place is None:
             return None
         now = place.now()
         if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
-            return f"{place.words} is {now!r}, traced with {place.held!r}"
+            return Failure(f"{place.words} is {now!r}, traced with {place.held!r}", number=place.changed_number())
         names = enumerated(place.changed_items(), most=3)
-        return f"{place.words} holds something else now{names and f' ({names})'}"
+        words = f"{place.words} holds something else now{names and f' ({names})'}"
+        return Failure(words, number=place.changed_number())
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
         """Whether the forward itself puts such a value there."""

@@ -18,10 +18,12 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.outside import refused_outside
+from roundpipe.effects.places import are_other_numbers
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
+from roundpipe.fx.guards.failure import Failure
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.trace.tracer import trace
 
@@ -112,3 +114,37 @@ def is_same(first: Any, second: Any, depth: int = 0) -> bool:
 def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
     cells = [cell.cell_contents for cell in filled_cells(function)]
     return len(function.__closure__ or ()) - len(cells), cells, function.__defaults__, function.__kwdefaults__
+
+
+def change_of(before: Any, now: Any) -> Failure | None:
+    """Why a function is not the same as one before; None if it is."""
+    if is_same(before, now):
+        return None
+    for name, one, other in _held_pairs(before, now):
+        if are_other_numbers(one, other):
+            return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)
+    return Failure("it holds other objects, or is another function")
+
+
+def _held_pairs(before: Any, now: Any, depth: int = 0) -> Iterator[tuple[str, Any, Any]]:
+    """What two functions hold under the same names, and the functions among that in turn."""
+    held = _held_by_name(now)
+    for name, one in _held_by_name(before).items() if depth <= _MAX_DEPTH else ():
+        if name in held:
+            yield name, one, held[name]
+            yield from _held_pairs(one, held[name], depth + 1)
+
+
+def _held_by_name(function: Any) -> dict[str, Any]:
+    """What a function has in its closure and as defaults, or a `functools.partial` as arguments."""
+    if isinstance(function, functools.partial):
+        given = {f"argument {index}": value for index, value in enumerate(function.args)}
+        return {"the function": function.func, **given, **function.keywords}
+    if not isinstance(function, types.FunctionType):
+        return {}
+    code, defaults = function.__code__, function.__defaults__ or ()
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    filled = set(map(id, filled_cells(function)))
+    held = {name: cell.cell_contents for name, cell in cells if id(cell) in filled}
+    with_default = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return held | dict(zip(with_default, defaults, strict=True)) | (function.__kwdefaults__ or {})

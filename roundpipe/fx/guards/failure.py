@@ -1,0 +1,67 @@
+"""Why a trace does not serve a call, and what is said of traces that follow one another for such reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundpipe.core.caller import warn
+from roundpipe.fx.fakes import Dimension
+
+RETRACES_BEFORE_WARNING = 5
+FEW_MICROBATCHES = 64
+"""A trace that served fewer than this before the next one counts as one after the other."""
+_TO_FIX = "Keep it fixed (pad inputs, move it out of forward) to trace once"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trace does not serve a call."""
+
+    message: str
+    dimensions: tuple[Dimension, ...] = ()
+    """Dimensions of float inputs that the trace has as plain numbers and that vary."""
+    number: str = ""
+    """The Python number that is another one now, if that is why: in words."""
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def advice(self) -> str:
+        """What to do if it comes up at every step, as a sentence."""
+        if not self.number:
+            return _TO_FIX
+        return (
+            f"{self.number} is a Python number, and a trace has one value of it. Put it into a 0-dim tensor (a buffer "
+            "of the model, or a tensor that the closure or the arguments have) and write that in place, as by fill_: "
+            "each step reads it anew, without a new trace"
+        )
+
+
+class Retraces:
+    """Counts traces of one thing that follow one another, and warns of them.
+
+    Args:
+        words: what is traced.
+    """
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+        self._count = 1
+        self._in_a_row = 0
+        self._served = 0
+        """Microbatches since the last trace."""
+
+    def note_served(self, num_microbatches: int = 1) -> None:
+        self._served += num_microbatches
+
+    def note(self, failure: Failure) -> None:
+        """It has to be traced again."""
+        self._count += 1
+        self._in_a_row = self._in_a_row + 1 if self._served < FEW_MICROBATCHES else 1
+        self._served = 0
+        if self._in_a_row == RETRACES_BEFORE_WARNING:
+            warn(
+                f"{self._words} was traced {self._count} times, the last {RETRACES_BEFORE_WARNING} one after the "
+                f"other. What varies: {failure}. {failure.advice}"
+            )

@@ -1,0 +1,157 @@
+"""Numbers that change at every step and are part of a trace: the warning names them, and what it advises helps."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe.fx.guards.failure import RETRACES_BEFORE_WARNING, Failure
+
+NUM_STEPS = RETRACES_BEFORE_WARNING + 2
+DTYPE = torch.float64
+
+
+class Rates:
+    rate = 0.0
+
+
+class AnnealedHead(nn.Module):
+    """Reads a number in many ways, of which one changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.rate, self.table, self.pair = 0.0, {"rate": 0.0}, [0.0, 0.0]
+        self.register_buffer("weight", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, given: Any = 0.0) -> torch.Tensor:
+        rate = self.rate + self.table["rate"] + self.pair[1] + Rates.rate + given + self.weight
+        return self.linear(x) * (1 + rate)
+
+
+def _set(model: Any, where: str, rate: float) -> None:
+    if where == "AnnealedHead.rate":
+        model.rate = rate
+    elif where == "'rate' of AnnealedHead.table":
+        model.table["rate"] = rate
+    elif where == "1 of AnnealedHead.pair":
+        model.pair[1] = rate
+    elif where == "Rates.rate":
+        Rates.rate = rate
+
+
+def steps(
+    model: nn.Module, before: Callable[[int], Any], loss_at: Callable[[int], Any], given: Callable[[int], Any]
+) -> tuple[list[str], int]:
+    """Some steps, whose losses are eager's: what was said of traces, and how many traces of the model there were."""
+    x, label = torch.randn(6, 8, dtype=DTYPE), torch.arange(6) % 4
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        roundpipe.compile(model, devices=["cpu"]) as pipe,
+    ):
+        warnings.simplefilter("always")
+        for step in range(NUM_STEPS):
+            before(step)
+            kwargs, loss_fn = {"x": x, **given(step)}, loss_at(step)
+            loss = pipe.forward_backward(input_kwargs=kwargs, label=label, loss_fn=loss_fn, loss_reduction="mean")
+            torch.testing.assert_close(loss, loss_fn(model(**kwargs), label).detach())
+            pipe.synchronize()
+        said = [str(one.message) for one in caught if "one after the other" in str(one.message)]
+        return said, pipe.trace_count
+
+
+def nothing(step: int) -> dict[str, Any]:
+    return {}
+
+
+def plain_loss(step: int) -> Any:
+    return F.cross_entropy
+
+
+@pytest.mark.parametrize(
+    "where", ["AnnealedHead.rate", "'rate' of AnnealedHead.table", "1 of AnnealedHead.pair", "Rates.rate"]
+)
+def test_a_number_of_the_model_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "rate", 0.0)
+    model = AnnealedHead().to(DTYPE)
+    said, num_traces = steps(model, lambda step: _set(model, where, step * 0.5), plain_loss, nothing)
+    assert num_traces == NUM_STEPS and len(said) == 1
+    assert f"{where} is a Python number" in said[0] and "0-dim tensor" in said[0]
+
+
+def test_a_number_among_the_arguments_is_named() -> None:
+    said, _ = steps(AnnealedHead().to(DTYPE), nothing, plain_loss, lambda step: {"given": 0.5 + step})
+    assert len(said) == 1 and "argument given is a Python number" in said[0]
+
+
+def test_what_is_no_number_has_other_advice() -> None:
+    assert "Keep it fixed" in Failure("x is a list now").advice
+
+
+def test_a_buffer_or_an_argument_without_dimensions_is_read_anew() -> None:
+    model, given = AnnealedHead().to(DTYPE), torch.zeros((), dtype=DTYPE)
+
+    def write(step: int) -> None:
+        model.weight.fill_(step * 0.5)
+        given.fill_(step * 0.25)
+
+    assert steps(model, write, plain_loss, lambda step: {"given": given}) == ([], 1)
+
+
+def weighted(outputs: torch.Tensor, label: torch.Tensor, beta: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, label) + beta * outputs.square().mean()
+
+
+def by_closure(beta: Any) -> Any:
+    return lambda outputs, label: weighted(outputs, label, beta)
+
+
+def by_default(beta: Any) -> Any:
+    return lambda outputs, label, beta=beta: weighted(outputs, label, beta)
+
+
+def by_partial(beta: Any) -> Any:
+    return functools.partial(weighted, beta=beta)
+
+
+def inside_another(beta: Any) -> Any:
+    inner = by_closure(beta)
+    return lambda outputs, label: inner(outputs, label)
+
+
+@pytest.mark.parametrize("loss_with", [by_closure, by_default, by_partial, inside_another])
+def test_a_number_of_a_loss_is_named(loss_with: Callable[[Any], Any]) -> None:
+    said, num_traces = steps(AnnealedHead().to(DTYPE), nothing, lambda step: loss_with(step * 0.5), nothing)
+    assert num_traces == 1 and len(said) == 1
+    assert "the loss function" in said[0] and "beta is a Python number" in said[0]
+
+
+def test_a_variable_of_one_loss_is_named() -> None:
+    beta = 0.0
+
+    def loss(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return weighted(outputs, label, beta)
+
+    def anneal(step: int) -> None:
+        nonlocal beta
+        beta = step * 0.5
+
+    said, _ = steps(AnnealedHead().to(DTYPE), anneal, lambda step: loss, nothing)
+    assert len(said) == 1 and "is a Python number" in said[0] and "beta of " in said[0]
+
+
+@pytest.mark.parametrize("loss_with", [by_closure, by_default, by_partial])
+def test_a_tensor_without_dimensions_is_read_anew_by_a_loss(loss_with: Callable[[Any], Any]) -> None:
+    beta = torch.zeros((), dtype=DTYPE)
+    said, _ = steps(
+        AnnealedHead().to(DTYPE), lambda step: beta.fill_(step * 0.5), lambda step: loss_with(beta), nothing
+    )
+    assert not said
