@@ -59,6 +59,12 @@ def is_library(owner: Any) -> bool:
     return package_of(owner) in _LIBRARIES and not any(owner is each for each in _OF_USERS)
 
 
+def is_of_packages(owner: Any) -> bool:
+    """Whether a class or imported file is of a package that is not looked into, or of any of Python's own."""
+    package = package_of(owner)
+    return package in _LIBRARIES or package in _HELD_BY_NATURE
+
+
 def has_attributes(value: Any) -> bool:
     """Whether an object is of a user's class and has attributes of its own."""
     return attributes_of(value) is not None and not is_library(type(value))

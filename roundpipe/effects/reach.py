@@ -24,7 +24,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.effects import places
-from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
+from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library, is_of_packages
 from roundpipe.effects.uses import (
     OPERATORS,
     CodeUses,
@@ -41,6 +41,7 @@ MAX_DEPTH = 4
 _MAX_TABLE_ITEMS = 256
 _VALUES = (*trees.PLAIN, torch.Tensor)
 """Types of values that hold no other ones."""
+_CALLED_FIRST = ("forward", "__call__")
 _Namespace = type | types.ModuleType
 _DEFINED = (types.FunctionType, types.BuiltinFunctionType, type)
 """Types of what has a package of its own, rather than its type."""
@@ -80,12 +81,14 @@ class _Way(NamedTuple):
     """Whether code names it."""
     in_global: bool = False
     by_hooks: bool = False
+    is_called: bool = True
+    """Whether forwards may call the code on it, and not only other methods."""
 
     def inside(self) -> _Way:
-        return _Way(self.words, self.depth + 1, self.is_read, self.in_global, self.by_hooks)
+        return _Way(self.words, self.depth + 1, *self[2:])
 
     def to(self, words: str, is_read: bool, in_global: bool = False) -> _Way:
-        return _Way(words, self.depth + 1, is_read, in_global or self.in_global, self.by_hooks)
+        return _Way(words, self.depth + 1, is_read, in_global or self.in_global, self.by_hooks, self.is_called)
 
 
 @dataclass(slots=True)
@@ -120,6 +123,8 @@ class StateWalk:
         self._most_places = limits.num_places
         self._namespaces: dict[int, tuple[_Namespace, _Way]] = {}
         """Classes that are no modules', and files that were imported, by identity."""
+        self._called: list[types.CodeType] = []
+        """Of the code that was found, what forwards may call."""
         self._kinds: set[type] = set()
         """Whose objects were visited."""
         kinds = {type(module) for module in modules}
@@ -223,14 +228,14 @@ class StateWalk:
         self, attributes: Mapping[str, Any], way: _Way, names: frozenset[str], skipped: frozenset[str] = frozenset()
     ) -> None:
         """Visits attributes, of which some have names that code reads; those skipped are torch's, and all hooks are."""
-        depth, by_hooks = way.depth + 1, way.by_hooks
+        depth = way.depth + 1
         for key, value in list(attributes.items()):
             kind = type(value)
             if kind in _PLAIN or key in skipped or skipped and "_hooks" in key:
                 continue
             if id(value) in self._seen if kind in _PLAIN_CONTAINERS else isinstance(value, _VALUES):
                 continue
-            self._visit(value, _Way(f"{way.words}.{key}", depth, key in names, way.in_global, by_hooks))
+            self._visit(value, _Way(f"{way.words}.{key}", depth, key in names, *way[3:]))
 
     def _visit_container(self, value: Any, way: _Way) -> None:
         num_items = len(value)
@@ -257,14 +262,20 @@ class StateWalk:
         for owner in kind.__mro__:
             if is_library(owner) or not self._is_new(owner):
                 continue
-            for key, value in list(vars(owner).items()):
-                if key == "__call__" or not key.startswith("__") and self._may_be_called(key, value, kind):
-                    self._visit_variable(places.CLASS, owner, key, value, way._replace(words=f"{owner.__name__}.{key}"))
+            members = [
+                (name, value) for name, value in vars(owner).items() if name in _CALLED_FIRST or name[:2] != "__"
+            ]
+            called = {name: self._may_be_called(name, value, kind) for name, value in members}
+            for name, value in sorted(members, key=lambda member: not called[member[0]]):
+                if called[name] or self._limits.all_methods:
+                    is_called = way.is_called and called[name]
+                    to_member = way._replace(words=f"{owner.__name__}.{name}", is_called=is_called)
+                    self._visit_variable(places.CLASS, owner, name, value, to_member)
             self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
 
     def _may_be_called(self, name: str, value: Any, kind: type) -> bool:
-        """Whether a method may be; attributes of a class that are something else always count."""
-        if self._limits.all_methods or not isinstance(value, _METHODS) or name == "forward":
+        """Whether a method may be, by a forward; attributes of a class that are something else always count."""
+        if not isinstance(value, _METHODS) or name in _CALLED_FIRST:
             return True
         return name in self._names or issubclass(kind, nn.Module) and name in uses_of_forward(kind).reads
 
@@ -272,6 +283,8 @@ class StateWalk:
         if is_library(function) or way.depth > MAX_DEPTH or not self._is_new(function):
             return
         self.reach.codes.append(function.__code__)
+        if way.is_called:
+            self._called.append(function.__code__)
         cells = zip(function.__closure__ or (), function.__code__.co_freevars, strict=True)
         names = {id(cell): name for cell, name in cells}
         for cell in filled_cells(function):
@@ -305,7 +318,7 @@ class StateWalk:
                 self._visit_class(kind, way.inside())
             return
         for owner in kind.__mro__:
-            if id(owner) not in self._namespaces and id(owner) not in self._seen and not is_library(owner):
+            if id(owner) not in self._namespaces and id(owner) not in self._seen and not is_of_packages(owner):
                 self._namespaces[id(owner)] = owner, way
                 self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
 
@@ -324,6 +337,7 @@ class StateWalk:
                 num_hidden += 1
             uses = CodeUses.of(self.reach.codes[num_codes:])
             names, num_codes = names | uses.reads | uses.sets, len(self.reach.codes)
+            called = self._names | CodeUses.of(self._called).reads
             named = [
                 (owner, name, way)
                 for owner, way in self._namespaces.values()
@@ -335,13 +349,14 @@ class StateWalk:
             self._most_places = max(self._most_places, len(self.reach.places) + self._limits.num_places // 2)
             for owner, name, way in named:
                 visited.add((id(owner), name))
-                self._visit_attribute(owner, name, way.to(f"{owner.__name__}.{name}", is_read=True, in_global=True))
+                to_attribute = way.to(f"{owner.__name__}.{name}", is_read=name in called, in_global=True)
+                self._visit_attribute(owner, name, to_attribute)
 
     def _visit_attribute(self, owner: _Namespace, name: str, way: _Way) -> None:
         value = vars(owner)[name]
         if isinstance(owner, type):
             self._visit_variable(places.CLASS, owner, name, value, way)
-        elif not (is_library(owner) and is_library(value if isinstance(value, _DEFINED) else type(value))):
+        elif not (is_of_packages(owner) and is_library(value if isinstance(value, _DEFINED) else type(value))):
             self._visit_variable(places.GLOBAL, vars(owner), name, value, way)
 
     def _note_hidden(self, module: nn.Module, way: _Way) -> None:

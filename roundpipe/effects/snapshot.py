@@ -344,7 +344,9 @@ class PythonSnapshot:
 
 def _is_expected(place: Place, expected: PlaceValues) -> bool:
     """Whether a place holds what it held, or what is expected; a dict item by item."""
-    now, other = place.now(), expected.get(place.identity)
+    if place.identity not in expected:
+        return False
+    now, other = place.now(), expected[place.identity]
     if place.view.is_variable or not isinstance(now, dict) or not isinstance(other, dict):
         return place.view.is_same(other, now)
     missing = object()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 SCALE = 1.0
@@ -63,6 +64,11 @@ class Kind(type):
     @property
     def scale(cls) -> float:
         return cls.level
+
+
+class Numbered:
+    numbers = itertools.count()
+    calls = 0
 
 
 class OfKind(metaclass=Kind):

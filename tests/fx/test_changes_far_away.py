@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.trace.tracer import trace
 from tests.equality import assert_same_gradients
@@ -25,6 +26,7 @@ from tests.fx.cases_far_state import (
     DotDict,
     FromGlobal,
     Kind,
+    Numbered,
     OfKind,
     Once,
     Pairs,
@@ -214,6 +216,47 @@ def test_other_attributes_of_a_class_do_not_count() -> None:
     assert "Settings.scale is 3.0, traced with 1.0" in str(guards.check((), vectors(3, 6)))
 
 
+class TakesNumbers(Layers):
+    """Takes a number of an iterator that a class has: in its forward, or elsewhere."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.number = self.next_number if in_forward else lambda: 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) * self.number()
+
+    @staticmethod
+    def next_number() -> float:
+        return float(next(Numbered.numbers))
+
+    def summary(self) -> str:
+        return f"model {next(Numbered.numbers)}"
+
+
+def test_an_iterator_of_a_class_matters_where_a_forward_may_take_of_it() -> None:
+    trace(TakesNumbers(in_forward=False).double(), (), vectors(4, 6))
+    with pytest.raises(
+        TraceError, match=r"Numbered\.numbers, of type count, and nothing tells how a call changes that"
+    ):
+        trace(TakesNumbers(in_forward=True).double(), (), vectors(4, 6))
+
+
+class CountsInClass(Layers):
+    """Counts its calls in an attribute of another class, and decides by that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Numbered.calls += 1
+        return self.layers[0](x) * Numbered.calls
+
+
+def test_what_a_forward_counts_in_a_class_is_no_part_of_a_graph() -> None:
+    before = Numbered.calls
+    with pytest.raises(TraceError, match=r"Numbered\.calls"):
+        trace(CountsInClass().double(), (), vectors(4, 6))
+    assert Numbered.calls == before
+
+
 @pytest.mark.parametrize("kind", [AttributeDict, DotDict, Passing])
 def test_what_has_any_attribute_may_be_held_unread(kind: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -224,3 +267,19 @@ def test_what_has_any_attribute_may_be_held_unread(kind: Any) -> None:
     with roundpipe.compile(model, devices=["cpu"]) as pipe:
         loss = pipe.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
     torch.testing.assert_close(loss, expected.detach())
+
+
+def test_a_setting_that_becomes_none_is_another() -> None:
+    guards = trace(AsksClass().double(), (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
+    setattr(Settings, "scale", None)  # noqa: B010
+    assert "Settings.scale is None, traced with 1.0" in str(guards.check((), vectors(3, 6)))
+
+
+def test_a_variable_of_a_closure_that_is_gone_is_another() -> None:
+    cell = types.CellType(1.0)
+    scaled = types.FunctionType((lambda: cell).__code__, globals(), "scaled", None, (cell,))
+    guards = trace(Scaled(scaled).double(), (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
+    del cell.cell_contents
+    assert "is None, traced with 1.0" in str(guards.check((), vectors(3, 6)))

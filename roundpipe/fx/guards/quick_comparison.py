@@ -9,6 +9,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -33,14 +34,20 @@ class QuickComparison:
         variables = [(p.owner.get, p.key, p.held) for p in by_kind.get("global", [])]
         variables += [(vars(p.owner).get, p.key, p.held) for p in by_kind.get("class", [])]
         variables += [(functools.partial(getattr, p.owner), p.key, p.held) for p in by_kind.get("defaults", [])]
+        variables += [(functools.partial(getattr, p.owner), "cell_contents", p.held) for p in by_kind.get("cell", [])]
         self._gets = [get for get, _, _ in variables], [key for _, key, _ in variables]
         self._values = [held for *_, held in variables]
         self._classes = [vars(place.owner) for place in by_kind.get("names", ())]
         self._sizes = list(map(len, self._classes))
-        self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
+        self._others = [place for kind in ("array", "slots", "context") for place in by_kind.get(kind, [])]
         self._others += [place for place in by_kind.get("container", ()) if place.view is not CONTAINER]
 
     def is_same(self) -> bool:
+        with suppress(ValueError):  # of a closure's cell that was emptied
+            return self._holds_the_same()
+        return False
+
+    def _holds_the_same(self) -> bool:
         return (
             all(held.is_same() for held in self._contents)
             and all(owner == held for owner, held in self._sets)
