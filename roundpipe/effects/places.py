@@ -10,9 +10,11 @@ from __future__ import annotations
 import array
 import copy
 import copyreg
+import functools
 import io
 import operator
 import os
+import pathlib
 import pickle
 import random
 import sys
@@ -42,6 +44,8 @@ _LIBRARIES = frozenset(
     "warnings contextlib dataclasses itertools operator numpy sympy roundpipe importlib threading random".split()
 )
 """Packages whose classes and functions are not looked into."""
+_INSTALLED_IN = frozenset(("site-packages", "dist-packages"))
+"""Folders of installed packages."""
 _HELD_BY_NATURE = frozenset((*sys.stdlib_module_names, "torch", "torchvision", "numpy", "sympy"))
 """Packages whose compiled objects hold nothing that a forward changes, but for iterators and what has a `View`."""
 _OF_USERS = (types.SimpleNamespace, UserDict, UserList, ChainMap, type(os.environ), os.getenv)
@@ -50,8 +54,24 @@ _OF_USERS = (types.SimpleNamespace, UserDict, UserList, ChainMap, type(os.enviro
 
 def package_of(owner: Any) -> str:
     """The first word of the name of an imported file, or of the one that a class or function is from."""
+    return _file_of(owner).partition(".")[0]
+
+
+def _file_of(owner: Any) -> str:
+    """The name of an imported file, or of the one that a class or function is from."""
     name = vars(owner).get("__name__") if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", None)
-    return str(name or "builtins").partition(".")[0]
+    return str(name or "builtins")
+
+
+def is_installed(owner: Any) -> bool:
+    """Whether an imported file, or the one that a class or function is from, is of an installed package."""
+    return _is_installed(_file_of(owner))
+
+
+@functools.cache
+def _is_installed(name: str) -> bool:
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(path, str) and not _INSTALLED_IN.isdisjoint(pathlib.PurePath(path).parts)
 
 
 def is_library(owner: Any) -> bool:
@@ -60,9 +80,9 @@ def is_library(owner: Any) -> bool:
 
 
 def is_of_packages(owner: Any) -> bool:
-    """Whether a class or imported file is of a package that is not looked into, or of any of Python's own."""
+    """Whether a class, function or imported file is of Python, or of a package that was installed."""
     package = package_of(owner)
-    return package in _LIBRARIES or package in _HELD_BY_NATURE
+    return package in _LIBRARIES or package in _HELD_BY_NATURE or is_installed(owner)
 
 
 def has_attributes(value: Any) -> bool:

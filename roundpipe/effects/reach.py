@@ -24,7 +24,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.effects import places
-from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library, is_of_packages
+from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
 from roundpipe.effects.uses import (
     OPERATORS,
     CodeUses,
@@ -45,6 +45,8 @@ _CALLED_FIRST = ("forward", "__call__")
 _Namespace = type | types.ModuleType
 _DEFINED = (types.FunctionType, types.BuiltinFunctionType, type)
 """Types of what has a package of its own, rather than its type."""
+_REPLACEABLE = (*_VALUES, *_DEFINED)
+"""Types of values of global variables in whose place an installed package might put another."""
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _CACHE = type(functools.cache(len))
 """The type of functions with a `functools.lru_cache`."""
@@ -190,7 +192,8 @@ class StateWalk:
         elif isinstance(value, type):
             self._visit_type(value, way)
         elif isinstance(value, types.ModuleType):
-            self._namespaces.setdefault(id(value), (value, way))
+            if not places.is_installed(value):
+                self._namespaces.setdefault(id(value), (value, way))
         else:
             self._visit_object(value, way)
 
@@ -270,7 +273,10 @@ class StateWalk:
                 if called[name] or self._limits.all_methods:
                     is_called = way.is_called and called[name]
                     to_member = way._replace(words=f"{owner.__name__}.{name}", is_called=is_called)
-                    self._visit_variable(places.CLASS, owner, name, value, to_member)
+                    if called[name] or not places.is_installed(owner):
+                        self._visit_variable(places.CLASS, owner, name, value, to_member)
+                    else:
+                        self._visit(value, to_member)
             self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
 
     def _may_be_called(self, name: str, value: Any, kind: type) -> bool:
@@ -292,17 +298,25 @@ class StateWalk:
             if isinstance(value, types.BuiltinFunctionType):
                 self.reach.cells.append(cell)
             self._visit_variable(places.CELL, cell, None, value, way.to(words, way.is_read))
+        is_users, variables = not places.is_of_packages(function), function.__globals__
+        if is_users:
+            self._visit_function_itself(function, way)
+        for name in variables_of(function.__code__):
+            if name in variables:
+                value, to_global = variables[name], way.to(f"global {name}", way.is_read, in_global=True)
+                if is_users or isinstance(value, _REPLACEABLE):
+                    self._visit_variable(places.GLOBAL, variables, name, value, to_global)
+                else:
+                    self._visit(value, to_global)
+
+    def _visit_function_itself(self, function: types.FunctionType, way: _Way) -> None:
+        """Visits what a user's function holds: defaults and attributes."""
         for name in ("__defaults__", "__kwdefaults__"):
             if held := getattr(function, name):
                 to_defaults = way.to(f"defaults of {function.__qualname__}", way.is_read)
                 self._visit_variable(places.DEFAULTS, function, name, held, to_defaults)
         if function.__dict__.keys() - {"__wrapped__"}:  # of one that only has this, nothing is its user's
             self._visit_container(function.__dict__, way.to(function.__qualname__, way.is_read))
-        variables = function.__globals__
-        for name in variables_of(function.__code__):
-            if name in variables:
-                to_global = way.to(f"global {name}", way.is_read, in_global=True)
-                self._visit_variable(places.GLOBAL, variables, name, variables[name], to_global)
 
     def _visit_variable(self, view: View, owner: Any, name: str | None, value: Any, way: _Way) -> None:
         """Visits what a variable, or an attribute of a class, holds; another object may be put in its place."""
@@ -318,7 +332,7 @@ class StateWalk:
                 self._visit_class(kind, way.inside())
             return
         for owner in kind.__mro__:
-            if id(owner) not in self._namespaces and id(owner) not in self._seen and not is_of_packages(owner):
+            if id(owner) not in self._namespaces and id(owner) not in self._seen and not places.is_of_packages(owner):
                 self._namespaces[id(owner)] = owner, way
                 self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
 
@@ -356,7 +370,7 @@ class StateWalk:
         value = vars(owner)[name]
         if isinstance(owner, type):
             self._visit_variable(places.CLASS, owner, name, value, way)
-        elif not (is_of_packages(owner) and is_library(value if isinstance(value, _DEFINED) else type(value))):
+        elif not (places.is_of_packages(owner) and is_library(value if isinstance(value, _DEFINED) else type(value))):
             self._visit_variable(places.GLOBAL, vars(owner), name, value, way)
 
     def _note_hidden(self, module: nn.Module, way: _Way) -> None:

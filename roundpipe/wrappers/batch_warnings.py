@@ -58,7 +58,7 @@ class BatchWarnings:
         ``known`` are places of scalars that are made one rightly; ``odd`` tensors without rows, and why. Of a call that
         ``has_loss`` beside its outputs, means among these are nobody's loss.
         """
-        if len(outputs) > 1 and config.merge_output in (True, None):
+        if len(outputs) > 1 and (config.merge_output is True or config.merge_output is None):
             self._look_at_rows(outputs, odd)
             self._look_at_scalars(outputs, known, has_loss)
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import roundpipe
 from roundpipe.fx.trace import progress
@@ -191,6 +192,29 @@ def test_a_long_trace_shows_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     with roundpipe.compile(Configured(), example_args=(torch.randn(4, 6),), devices="cpu"):
         assert "roundpipe: tracing Configured" in capsys.readouterr().err
+
+
+class ShowsABar(nn.Module):
+    """Its code finds the class of bars, of which one is drawn meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        for _ in tqdm(range(2), disable=True):
+            x = self.linear(x)
+        return x
+
+
+def test_what_installed_packages_keep_in_classes_is_not_put_back(monkeypatch):
+    """Such as the locks of bars, which other threads have drawn since."""
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.delattr(tqdm, "_lock", raising=False)  # as if it was the first bar
+    model, x = ShowsABar(), torch.randn(4, 6)
+    with roundpipe.compile(model, example_args=(x,), devices="cpu") as piped:
+        torch.testing.assert_close(piped(x), model(x))
+        assert "_lock" in vars(tqdm)
 
 
 def test_traces_in_several_threads_leave_classes_as_they_were(monkeypatch):
