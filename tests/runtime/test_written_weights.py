@@ -78,10 +78,14 @@ WRITES = [clamp, reset, rebind, through_another_dtype, clamp_data]
 
 
 @pytest.mark.parametrize("way", ["compile", "by hand"])
+@pytest.mark.parametrize("whose", ["parameters", "optim_parameters"])
 @pytest.mark.parametrize("write", WRITES)
 @modes
-def test_weights_written_between_steps_stay_written(is_async, write, way):
-    """Weight clipping, a restart of some weights, averages swapped in: after `synchronize`, or a step that waits."""
+def test_weights_written_between_steps_stay_written(is_async, write, whose, way):
+    """Weight clipping, a restart of some weights, averages swapped in: after `synchronize`, or a step that waits.
+
+    A loop may have the model's weights for it, or those that its optimizer has.
+    """
     model = mlp()
     reference = copy.deepcopy(model)
     eager = torch.optim.Adam(reference.parameters(), lr=0.01)
@@ -89,35 +93,8 @@ def test_weights_written_between_steps_stay_written(is_async, write, way):
         ours = torch.optim.Adam(piped.optim_parameters(), lr=0.01)
         for seed in range(4):
             with torch.no_grad():
-                for one, other in list(zip(model.parameters(), reference.parameters(), strict=True))[seed::2]:
-                    write(one)
-                    write(other)
-            expected = eager_backward(reference, batch(seed=seed))
-            loss = piped.forward_backward((batch(seed=seed),), loss_fn=square_loss, run_config=config(NUM))
-            assert float(loss) == pytest.approx(expected, rel=1e-9)
-            eager.step()
-            eager.zero_grad()
-            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
-            if is_async:
-                piped.synchronize()
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("way", ["compile", "by hand"])
-@pytest.mark.parametrize("write", WRITES)
-@modes
-def test_copies_written_between_steps_stay_written(is_async, write, way):
-    """The same with ``optim_parameters()``, as a loop clips or swaps that has its optimizer's parameters only."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    eager = torch.optim.Adam(reference.parameters(), lr=0.01)
-    with (roundpipe.compile if way == "compile" else roundpipe.RoundPipe)(model, devices=["cpu"] * 2) as piped:
-        ours = torch.optim.Adam(piped.optim_parameters(), lr=0.01)
-        for seed in range(4):
-            with torch.no_grad():
-                pairs = zip(piped.optim_parameters(), reference.parameters(), strict=True)
-                for one, other in list(pairs)[seed::2]:
+                weights = model.parameters() if whose == "parameters" else piped.optim_parameters()
+                for one, other in list(zip(weights, reference.parameters(), strict=True))[seed::2]:
                     write(one)
                     write(other)
             state = (model if seed % 2 else piped).state_dict()
@@ -131,6 +108,8 @@ def test_copies_written_between_steps_stay_written(is_async, write, way):
             piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
             if is_async:
                 piped.synchronize()
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
 def test_a_write_of_a_copys_data_counts_where_no_sample_is_looked_at_too():
