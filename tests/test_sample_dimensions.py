@@ -24,12 +24,11 @@ class OddOutputs(nn.Module):
 
     def forward(self, x):
         z = self.second(self.first(x))
-        made, (hidden, _) = self.lstm(z[:, None])
+        made, _ = self.lstm(z[:, None])
         outputs = {
             "usage": z.softmax(-1).sum(0),
             "scores": z @ z.T,
             "views": torch.stack([z, z]),
-            "hidden": hidden,
             "weight": self.second.weight,
             "rows": z,
             "flat": z.reshape(-1),
@@ -46,7 +45,6 @@ class OddOutputs(nn.Module):
         ("weight", "has no dimension for the samples"),
         ("scores", "has the samples in dimensions 0 and 1"),
         ("views", "has the samples in dimension 1"),
-        ("hidden", "has the samples in dimension 1"),
     ],
 )
 @pytest.mark.parametrize("way", ["forward", "training"])
