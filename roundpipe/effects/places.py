@@ -265,7 +265,7 @@ GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__, i
 CLASS = View("class", lambda kind, name: vars(kind).get(name), setattr, is_variable=True)
 """As the class has it: a method before it is bound."""
 DEFAULTS = View("defaults", getattr, setattr, is_variable=True)
-"""Of a function's arguments."""
+"""Of a function: its code, which tools that reload files replace, and its arguments' defaults."""
 NAMES = View("names", names_of_class, _remove_names)
 _UNSET = object()
 _CONTEXT = View(

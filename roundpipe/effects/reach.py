@@ -310,7 +310,8 @@ class StateWalk:
                     self._visit(value, to_global)
 
     def _visit_function_itself(self, function: types.FunctionType, way: _Way) -> None:
-        """Visits what a user's function holds: defaults and attributes."""
+        """Visits what a user's function holds: code, defaults and attributes."""
+        self._add(f"code of {function.__qualname__}", places.DEFAULTS, function, "__code__", function.__code__, way)
         for name in ("__defaults__", "__kwdefaults__"):
             if held := getattr(function, name):
                 to_defaults = way.to(f"defaults of {function.__qualname__}", way.is_read)

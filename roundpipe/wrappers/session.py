@@ -147,17 +147,18 @@ class Session:
 
     @contextmanager
     def call(self, *, reads: bool = False) -> Iterator[None]:
-        """Around a call of the wrapper; one that only ``reads`` the weights waits for the latest."""
+        """Around a call, after those of other threads; one that only ``reads`` the weights waits for the latest."""
         self.check_callable()
-        if reads:
-            self.optimizer.settle()
-        self.reads.close_forward()
-        self.optimizer.is_calling = True
-        try:
-            yield
-        finally:
-            self.optimizer.is_calling = False
-            self.reads.open_forward()
+        with self.optimizer.turn():
+            if reads:
+                self.optimizer.settle()
+            self.reads.close_forward()
+            self.optimizer.is_calling = True
+            try:
+                yield
+            finally:
+                self.optimizer.is_calling = False
+                self.reads.open_forward()
 
     def only_reads(self, options: RoundPipeRunConfig) -> bool:
         """Whether a ``forward`` with these options lacks the latest weights and is no part of training."""

@@ -176,6 +176,7 @@ class TailSource:
                 if code_of(known.function) == code:
                     failure = failure or why
             if failure is not None:
+                self._varying.setdefault(code, {}).update(dict.fromkeys(failure.dimensions))
                 logger.info("tracing a loss function again: %s", failure)
                 retraces.note(failure)
             try:

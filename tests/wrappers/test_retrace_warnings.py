@@ -155,3 +155,25 @@ def test_a_tensor_without_dimensions_is_read_anew_by_a_loss(loss_with: Callable[
         AnnealedHead().to(DTYPE), lambda step: beta.fill_(step * 0.5), lambda step: loss_with(beta), nothing
     )
     assert not said
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.embedding(ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_loss_that_the_model_computes_is_traced_for_all_lengths():
+    model = Language()
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in range(5, 13):
+            ids = torch.randint(11, (6, length))
+            loss = pipe.forward_backward((ids, ids), loss_fn=lambda out, _: out["loss"], loss_reduction="mean")
+            torch.testing.assert_close(loss, model(ids, ids)["loss"])
+        assert pipe.trace_count == 1
+        assert pipe._runner.tails.trace_count <= 2  # private: only the log tells of traces of a loss

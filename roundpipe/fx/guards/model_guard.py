@@ -104,6 +104,7 @@ class ModelGuard:
     ) -> None:
         self.own = own
         self._modules = modules_in(model)
+        self._kinds = list(map(type, self._modules))
         self._dicts = [module.__dict__ for module in self._modules]
         self._keep_modes = all("training" in own for own in self._dicts)
         self._training = self._modes()
@@ -206,10 +207,14 @@ class ModelGuard:
     def _change_of_structure(self) -> str | None:
         if not all(map(operator.eq, self._child_dicts, self._children)):  # modules are equal by identity
             triples = zip(self._modules, self._child_dicts, self._children, strict=True)
-            kind = next(type(module).__name__ for module, now, before in triples if now != before)
+            name = next(type(module).__name__ for module, now, before in triples if now != before)
             raise ConfigError(
-                f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
+                f"submodules of a {name} were replaced, added or removed since the model was compiled; compile it again"
             )
+        if (kinds := list(map(type, self._modules))) != self._kinds:
+            pairs = zip(kinds, self._kinds, strict=True)
+            kind, was = next((kind, was) for kind, was in pairs if kind is not was)
+            return f"a {was.__name__} is of another class now, {kind.__module__}.{kind.__name__}"
         if any(self._no_hooks) or self._some_hooks != self._hooks_there:
             for module, now, before in zip(self._hooked, self._hook_dicts, self._hooks, strict=True):
                 # its forward may install some itself

@@ -258,10 +258,9 @@ def _as_the_models_own(
     own = _exception_of(model, args, kwargs, without_data)
     if type(own) is not type(cause):
         return None
-    place = raised_at(own)
-    is_there = not without_data and place == f"{error.facts.file}:{error.facts.line}"
-    if str(own) != str(cause) and not is_there:
+    if without_data and str(own) != str(cause):  # with data, whatever is raised would be by each call
         return None
+    place = raised_at(own)
     words = (
         f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
         f"{str(own).strip()}. Plain PyTorch raises it, too, given these arguments (of one microbatch, if the batch was "

@@ -23,12 +23,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ClosedError
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import ClosedError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
@@ -46,6 +47,23 @@ from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParamet
 from roundpipe.runtime.weights.pairs import look
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twins
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_turn(method: Callable[Concatenate[OptimizerSide, P], T]) -> Callable[Concatenate[OptimizerSide, P], T]:
+    """A method that exchanges something between model and copies: one thread of the user's at a time.
+
+    A step that is not asynchronous uses the copies in its own thread, while another may call the model.
+    """
+
+    @functools.wraps(method)
+    def alone(side: OptimizerSide, *args: P.args, **kwargs: P.kwargs) -> T:
+        with side.turn():
+            return method(side, *args, **kwargs)
+
+    return alone
 
 
 class OptimizerSide(UpdateSteps):
@@ -96,7 +114,25 @@ class OptimizerSide(UpdateSteps):
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
         self._closed = False
+        self._deadline_s = deadline_s
+        self._turn_lock = threading.RLock()
         plain_loop.watch(self)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around what one thread of the user's does at a time; nothing for code that runs for an update or a step."""
+        if self._updates.is_current or self._steps.is_inside or not self._gates.board.is_here:
+            yield
+            return
+        if not self._turn_lock.acquire(timeout=self._deadline_s):
+            raise DeadlockError(
+                f"{self._name}: another thread has been in a step, or in a call that exchanges weights, for "
+                f"{self._deadline_s:.0f} s. A step_fn must not wait for a thread that calls the model"
+            )
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that are trainable now."""
@@ -117,6 +153,7 @@ class OptimizerSide(UpdateSteps):
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
         return self._pairs.with_new()
 
+    @_in_turn
     def step(
         self,
         step_fn: Callable[..., Any],
@@ -166,6 +203,7 @@ class OptimizerSide(UpdateSteps):
         self._runner.warn_if_due()
         return StepHandle(update, self._gates.board, self._runner, self._finish_there)
 
+    @_in_turn
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
 
@@ -206,6 +244,7 @@ class OptimizerSide(UpdateSteps):
             for pair in self._pairs:
                 pair.take_back()
 
+    @_in_turn
     def end_call(self) -> None:
         """A call or a backward has brought its gradients; an optimizer that is not stepped by `step` sees them now."""
         if self._pairs.is_aside:
@@ -256,6 +295,7 @@ class OptimizerSide(UpdateSteps):
         self.begin_call()
         self._has_new_gradients = has_new  # it was no call
 
+    @_in_turn
     def synchronize(self) -> None:
         """Wait for everything; then the model holds the latest weights and shows all gradients in ``.grad``.
 
@@ -272,6 +312,7 @@ class OptimizerSide(UpdateSteps):
             self._scalers.publish()
         self._is_settled = True
 
+    @_in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those on the model's side too; behind the running update if it has all there are."""
         clear = functools.partial(self._clear, set_to_none, of_copies=True)
@@ -282,6 +323,7 @@ class OptimizerSide(UpdateSteps):
         self._clear(set_to_none)
         self._gradients_due = False
 
+    @_in_turn
     def refresh(self) -> None:
         """Start the copies again from the model's weights, as after ``load_state_dict``.
 
