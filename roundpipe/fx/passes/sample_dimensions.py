@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.trees import Path, walk
-from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.sizes import expression_of
 
@@ -55,12 +55,8 @@ def _batch_symbols(traced: TracedGraph) -> set[Any]:
     """What stands for the length of dimension 0 of the first argument that has one, and of all that are as long."""
     arguments = [value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)]
     sizes = [value.shape[0] for value in arguments if value.ndim]
-    length = next(map(_hint, sizes), None)
-    return {symbol for size in sizes if _hint(size) == length for symbol in _symbols(size)}
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    length = next(map(hint, sizes), None)
+    return {symbol for size in sizes if hint(size) == length for symbol in _symbols(size)}
 
 
 def _symbols(size: Any) -> set[Any]:
