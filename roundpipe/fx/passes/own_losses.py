@@ -16,10 +16,11 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import OwnLoss
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import hint, value_of
+from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
 
 
@@ -49,9 +50,7 @@ def own_comparisons(traced: TracedGraph) -> frozenset[trees.Path]:
 
     Samples are along the first dimension, as many as that of the first argument that has one.
     """
-    tensors = {node: value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)}
-    numbers = {node: hint(value.shape[0]) for node, value in tensors.items() if value.ndim}
-    samples = [node for node, number in numbers.items() if number == next(iter(numbers.values()))]
+    samples = arguments_of_samples(traced)
     outputs = list(_scalar_outputs(traced))
     return frozenset(path for path, node in outputs if mixing_of(traced, node, samples) == "compares samples")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from roundpipe.core.trees import Path, walk
 from roundpipe.fx.graph.nodes import hint, value_of
@@ -51,12 +52,16 @@ def _words(grows: list[int]) -> str:
     return f"has the samples in dimension {grows[0]}"
 
 
+def arguments_of_samples(traced: TracedGraph) -> dict[Node, torch.Tensor]:
+    """The first argument that has a dimension 0, where its samples are, and all arguments that are as long."""
+    tensors = {node: value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)}
+    lengths = {node: hint(value.shape[0]) for node, value in tensors.items() if value.ndim}
+    return {node: tensors[node] for node, length in lengths.items() if length == next(iter(lengths.values()))}
+
+
 def _batch_symbols(traced: TracedGraph) -> set[Any]:
-    """What stands for the length of dimension 0 of the first argument that has one, and of all that are as long."""
-    arguments = [value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)]
-    sizes = [value.shape[0] for value in arguments if value.ndim]
-    length = next(map(hint, sizes), None)
-    return {symbol for size in sizes if hint(size) == length for symbol in _symbols(size)}
+    """What stands for the number of samples."""
+    return {symbol for value in arguments_of_samples(traced).values() for symbol in _symbols(value.shape[0])}
 
 
 def _symbols(size: Any) -> set[Any]:
