@@ -45,6 +45,7 @@ from roundpipe.integrations.stand_in import (
 )
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.microbatch.pieces import BatchPieces
+from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -159,12 +160,24 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the trainer makes it, or as it was given; of the rotation's copies, if it needs them."""
+        self._prepare_scaler()
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._has_copies and not hasattr(optimizer, "optimizer"):  # else a second train() has it from the first
             self.pipe.adopt(optimizer)
             if self.rotation.is_async:
                 self.optimizer = optimizer = LateOptimizer(optimizer, self.pipe)
         return optimizer
+
+    def _prepare_scaler(self) -> None:
+        """Have the scale where gradients are: torch's unscales them before a scale has come from another device."""
+        scaler = getattr(self.accelerator, "scaler", None)
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if self._has_copies:  # some are on devices
+            self.accelerator.scaler = GradScaler()
+            self.accelerator.scaler.load_state_dict(scaler.state_dict())
+        else:
+            scaler.scale(torch.zeros(()))  # which makes the scale, here
 
     def _clip(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients that the optimizer has."""
@@ -240,10 +253,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     def _loss_scale(self) -> float:
         """By which fp16 multiplies losses."""
         scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is None:
-            return 1.0
-        scaler.scale(torch.zeros((), device=self.args.device))  # makes it ready
-        return float(scaler.get_scale())
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     # The loss
 

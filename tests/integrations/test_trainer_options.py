@@ -47,6 +47,19 @@ def test_a_scaled_loss_is_equal(tmp_path: Path) -> None:
     assert scales[0] == scales[1] == 2.0 ** (16 + ours.state.global_step)
 
 
+def test_scales_of_copies_change_nothing(tmp_path: Path) -> None:
+    """Powers of two, exact in bfloat16; of copies, which may be on devices, the scale is on the host all the same."""
+    trained = []
+    for kind in (RoundPipeTrainer, ScaledInRotation):
+        model = llama(num_hidden_layers=1).to(torch.bfloat16)
+        trained.append(make_trainer(kind, model, tmp_path, max_grad_norm=0.0))
+        trained[-1].train()
+    assert_same_weights(*(trainer.model for trainer in trained), within=0.0)
+    scaler = trained[1].accelerator.scaler
+    assert isinstance(scaler, roundpipe.GradScaler)
+    assert scaler.get_scale() == 2.0 ** (16 + trained[1].state.global_step)
+
+
 class Observed(RoundPipeTrainer):
     """Keeps losses, and the gradients of the latest step."""
 

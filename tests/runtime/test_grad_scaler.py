@@ -1,6 +1,7 @@
 """Loss scaling against torch's scaler, and across asynchronous steps."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -67,6 +68,17 @@ def run_torch(count, overflow):
         scaler.update()
         optimizer.zero_grad()
     return scales, weight.item(), scaler.state_dict()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_torchs_own_is_warned_of(is_async):
+    """It reads its scale before this has come from a device."""
+    with pytest.warns(UserWarning, match="Use roundpipe.GradScaler") as warned:
+        Loop(torch.amp.GradScaler("cpu", **OPTIONS), is_async=is_async).run(3)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Loop(GradScaler(**OPTIONS), is_async=is_async).run(3)
 
 
 @pytest.mark.parametrize("overflow", [(), (1,), (0, 3, 4), (5,)])

@@ -162,12 +162,12 @@ class GradScaler:
             What ``optimizer.step`` returned; None if it was skipped.
 
         Raises:
-            ConfigError: called twice in one step, or with a closure.
+            ConfigError: called twice in one step, or with a closure that is not None.
         """
         _check_optimizer(optimizer)
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or "closure" in kwargs:
+        if any(each is not None for each in (*args, kwargs.pop("closure", None))):
             raise ConfigError("GradScaler.step() takes no closure; evaluate the loss before the step")
         self._enter_scope()
         if optimizer in self._stepped:

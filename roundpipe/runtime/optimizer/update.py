@@ -5,6 +5,7 @@ Inside ``step_fn`` a model's parameters are the optimizer's copies: `inside_opti
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -235,6 +236,12 @@ class UpdateRunner:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
+            if _is_called_by(torch.amp.GradScaler):
+                self._due_warning = (
+                    "step_fn uses torch.amp.GradScaler. Its scale stays on the device that scaled the first loss, and "
+                    "gradients on the host are unscaled before it has come from there; an asynchronous update also "
+                    "changes it while losses are scaled. Use roundpipe.GradScaler, which has the same methods"
+                )
 
     def _look(self, before: Sequence[Fingerprint]) -> None:
         """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""
@@ -257,3 +264,11 @@ class UpdateRunner:
         if self._due_warning:
             text, self._due_warning = self._due_warning, ""
             warn(text)
+
+
+def _is_called_by(kind: type) -> bool:
+    """Whether a method of the class is about to return to the calling code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != kind.__module__:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == kind.__module__
