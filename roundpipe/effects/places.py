@@ -216,7 +216,7 @@ def same_contents(was: Any, now: Any) -> bool:
         return was.keys() == held.keys() and all(trees.same(value, held[key]) for key, value in was.items())
     if isinstance(was, set):
         return bool(was == now)
-    if isinstance(was, (list, deque)):
+    if isinstance(was, (list, tuple, deque)):
         return len(was) == len(now) and all(map(trees.same, was, now))
     return trees.same(was, now)
 

@@ -48,6 +48,7 @@ class Reads(Layers):
         self.settings = collections.namedtuple("Settings", "gain")(1.0)
         self.options: dict[str, Any] = {"gain": 1.0, "table": torch.ones(8).double()}
         self.scales = [1.0, 1.0]
+        self.sides = (1.0, 1.0)
         self.offset = torch.ones(8).double()
         self.inner = Inner()
         self.norm = nn.LayerNorm(8)
@@ -55,7 +56,7 @@ class Reads(Layers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(self.layers[0](x)) * self.config.gain * self.settings.gain * self.options["gain"]
-        x = x * self.scales[1] + self.offset * self.options["table"]
+        x = x * self.scales[1] * self.sides[1] + self.offset * self.options["table"]
         x = x * GAIN * TABLE["gain"] * self.factor * gain_of(self) * getattr(self, "extra", 1.0)
         return self.layers[1](self.pair(F.layer_norm(x * self.inner.gain, (8,), eps=self.norm.eps)))
 

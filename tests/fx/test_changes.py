@@ -66,6 +66,26 @@ def test_what_changes_between_calls_is_found(what: str, kept: None) -> None:
     assert guards.check((), vectors(3, 6)) is not None
 
 
+ALIKE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "a list": (lambda m: setattr(m, "scales", [*m.scales]), lambda m: m.scales.append(2.0)),
+    "a dict": (lambda m: setattr(m, "options", {**m.options}), lambda m: m.options.update(gain=2.0)),
+    "a tuple": (lambda m: setattr(m, "sides", tuple(m.scales)), lambda m: setattr(m, "sides", (1.0, 2.0))),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_containers_with_the_same_contents_change_nothing(what: str) -> None:
+    """As where adapters are switched back and forth: a library makes the list of active ones anew each time."""
+    model = Reads().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards)
+    replace, change = ALIKE[what]
+    replace(model)
+    assert guards.check((), vectors(3, 6)) is None
+    change(model)
+    assert guards.check((), vectors(3, 6)) is not None
+
+
 class MayScale(nn.Module):
     """Uses a parameter if it is there."""
 

@@ -23,7 +23,16 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.places import CLASS, CONTAINER, NAMES, OF_TORCH, are_other_numbers, hook_tables
+from roundpipe.effects.places import (
+    CLASS,
+    CONTAINER,
+    CONTAINERS,
+    NAMES,
+    OF_TORCH,
+    are_other_numbers,
+    hook_tables,
+    same_contents,
+)
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
@@ -233,7 +242,7 @@ class ModelGuard:
         for module, names, values in () if all(map(operator.is_, values_now, self._values)) else self._attributes:
             for name, before in zip(names, values, strict=True):
                 value = module.__dict__.get(name, _MISSING)
-                if not trees.same(before, value) and not self._sets_itself(module, name, value):
+                if not _are_alike(before, value) and not self._sets_itself(module, name, value):
                     place = f"{type(module).__name__}.{name}"
                     number = place if are_other_numbers(before, value) else ""
                     return Failure(f"{place} is {_words(value)}, traced with {_words(before)}", number=number)
@@ -264,6 +273,12 @@ class ModelGuard:
         codes = {*map(_code_of, known.values()), *self.own.hooks.get(leaf, ())}
         uses = [uses_of_hook(hook) for hook in hooks.values() if _code_of(hook) not in codes]
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
+
+
+def _are_alike(before: Any, value: Any) -> bool:
+    """Whether they are the same, or containers that hold the same: the snapshot tells if the one before has changed."""
+    is_container = type(value) is type(before) and type(value) in (tuple, *CONTAINERS)
+    return same_contents(before, value) if is_container else trees.same(before, value)
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:
