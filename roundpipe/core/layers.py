@@ -107,12 +107,11 @@ class CarriedValue:
 
     def scaled(self, factor: float) -> CarriedValue:
         """The value of a microbatch ``factor`` times as large."""
-        return replace(
-            self,
-            num_bytes=round(self.num_bytes * factor),
-            gradient_bytes=round(self.gradient_bytes * factor),
-            own_bytes=round(self.own_bytes * factor),
-        )
+        return replace(self, **{name: round(getattr(self, name) * factor) for name in _OF_VALUES})
+
+    def between(self, other: CarriedValue, share: float) -> CarriedValue:
+        """The value of a microbatch a share of the way from this one's size to another's."""
+        return replace(self, **_mixed(self, other, share, _OF_VALUES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +190,45 @@ class LayerCost:
             self,
             forward_s=self.forward_s * factor,
             backward_s=self.backward_s * factor,
-            forward_flops=round(self.forward_flops * factor),
-            backward_flops=round(self.backward_flops * factor),
-            activation_bytes=round(self.activation_bytes * factor),
-            workspace_bytes=round(self.workspace_bytes * factor),
-            carry_bytes=round(self.carry_bytes * factor),
-            label_bytes=round(self.label_bytes * factor),
-            temporary_bytes=round(self.temporary_bytes * factor),
             unmade_bytes=round(self.unmade_bytes * min(factor, 1.0)),
-            forward_excess_bytes=round(self.forward_excess_bytes * factor),
-            fused_excess_bytes=round(self.fused_excess_bytes * factor),
-            backward_excess_bytes=round(self.backward_excess_bytes * factor),
             values=tuple(value.scaled(factor) for value in self.values),
+            **{name: round(getattr(self, name) * factor) for name in _OF_MICROBATCHES},
         )
+
+    def between(self, other: LayerCost, share: float) -> LayerCost:
+        """The cost for a microbatch a share of the way from this one's size to another's; weights stay.
+
+        What grows faster than a microbatch, as attention does, takes less than that.
+        """
+        return replace(
+            self,
+            forward_s=self.forward_s + share * (other.forward_s - self.forward_s),
+            backward_s=self.backward_s + share * (other.backward_s - self.backward_s),
+            values=tuple(one.between(two, share) for one, two in zip(self.values, other.values, strict=True)),
+            **_mixed(self, other, share, (*_OF_MICROBATCHES, "unmade_bytes")),
+        )
+
+
+_OF_VALUES = ("num_bytes", "gradient_bytes", "own_bytes")
+_OF_MICROBATCHES = (
+    "forward_flops",
+    "backward_flops",
+    "activation_bytes",
+    "workspace_bytes",
+    "carry_bytes",
+    "label_bytes",
+    "temporary_bytes",
+    "forward_excess_bytes",
+    "fused_excess_bytes",
+    "backward_excess_bytes",
+)
+"""Whole numbers that grow with a microbatch."""
+
+
+def _mixed(one: Any, two: Any, share: float, names: Iterable[str]) -> dict[str, Any]:
+    """Whole numbers a share of the way from those of one object to those of another, by name."""
+    pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
+    return {name: round(first + share * (second - first)) for name, first, second in pairs}
 
 
 Mixing = Literal["compares samples", "not linear"]

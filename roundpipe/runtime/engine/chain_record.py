@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -74,6 +76,9 @@ class KeptPlan:
         return True
 
 
+ALIKE = 0.125
+"""Share by which microbatches may be smaller than those that a plan was made for: padded batches differ all the time.
+"""
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 
@@ -104,6 +109,8 @@ class ChainRecord:
 
     times: dict[Tiles, LayerTimes] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], KeptPlan] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    """Elements of microbatches that have plans, ascending."""
     rooms: dict[tuple[Any, ...], Room] = field(default_factory=dict)
     """Per plan, recomputation and size, what to do with the device memory left over."""
     limits: dict[tuple[int, float], Limit] = field(default_factory=dict)
@@ -113,8 +120,8 @@ class ChainRecord:
     streaming: set[tuple[int, float]] = field(default_factory=set)
     """Numbers of microbatches and sizes with which a step ran out of memory while weights stayed: they don't any more.
     """
-    settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
-    """Per size of batch, the options that were left to choice."""
+    settled: dict[tuple[Any, ...], dict[int, tuple[int, RecomputeGrain]]] = field(default_factory=dict)
+    """Per number of samples, and by elements of a batch, the options that were left to choice."""
     computed: dict[tuple[Any, Tiles], dict[int, list[LayerCost] | None]] = field(default_factory=dict)
     """By code of the loss and tiles, and by elements of a microbatch, costs that tell what memory layers take; None:
     can't be had."""
@@ -136,11 +143,34 @@ class ChainRecord:
         return {elements: costs for elements, costs in computed.items() if costs is not None}
 
     def memory_at(self, elements: int, tiles: Tiles = UNTILED) -> list[LayerCost] | None:
-        """The same for so many elements, scaled from the nearest number; None: nothing is known."""
+        """The same for so many elements, between two numbers or scaled from the nearest; None: nothing is known."""
         if not (known := self.memory(tiles)):
             return None
-        nearest = min(known, key=lambda size: abs(size - elements))
-        return [cost.scaled(elements / max(nearest, 1)) for cost in known[nearest]]
+        below = max((size for size in known if size <= elements), default=min(known))
+        above = min((size for size in known if size >= elements), default=below)
+        if not below < elements < above:
+            return [cost.scaled(elements / max(below, 1)) for cost in known[below]]
+        share = (elements - below) / (above - below)
+        return [one.between(two, share) for one, two in zip(known[below], known[above], strict=True)]
+
+    def keep_plan(self, key: tuple[Any, ...], kept: KeptPlan, elements: int) -> None:
+        """Keep a plan for microbatches of so many elements, and for somewhat smaller ones."""
+        self.plans[key] = kept
+        if elements not in self.sizes:
+            bisect.insort(self.sizes, elements)
+
+    def planned_for(self, elements: int) -> int:
+        """Elements that microbatches of so many are planned for: those of somewhat larger ones that have a plan."""
+        return somewhat_larger(self.sizes, elements)
+
+
+def somewhat_larger(sizes: Sequence[int], elements: int) -> int:
+    """The least of some ascending sizes that is at least as large, but not much larger; if there is none, it itself.
+
+    To add an answer to the sizes changes no answer given before.
+    """
+    position = bisect.bisect_left(sizes, elements)
+    return sizes[position] if position < len(sizes) and sizes[position] <= (1 + ALIKE) * elements else elements
 
 
 def code_of(function: Any) -> Any:

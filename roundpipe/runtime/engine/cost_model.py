@@ -44,7 +44,7 @@ stages from few large ones, which cost the same otherwise."""
 _ADD_ACCESSES = 3
 """How often adding to a gradient reads or writes as much as it has."""
 MOST_SIZES = 8
-"""Sizes of microbatches whose memory is computed; that of others is scaled from the nearest."""
+"""Sizes of microbatches whose memory is computed, beside ever larger ones; for others it follows from these."""
 
 Prediction = Callable[[ExecutePlan], float]
 """Seconds per step of a plan."""
@@ -134,8 +134,14 @@ class CostModel:
         elif call.has_own_plan:
             record.loss = None
         computed = record.computed.setdefault((record.loss, tiles), {})
-        if elements not in computed and len(computed) < MOST_SIZES:
+        if elements in computed or (computed and record.planned_for(elements) != elements):
+            return
+        if len(computed) < MOST_SIZES or elements > max(computed):
             computed[elements] = self._measure(call, tiles)
+
+    def elements(self, call: Call) -> int:
+        """Elements that the largest microbatch of a call is planned for: see `ChainRecord.planned_for`."""
+        return self.record(call.chain).planned_for(call.elements())
 
     def of(self, chain: LayerChain, elements: int, tiles: Tiles = UNTILED) -> list[LayerCost]:
         """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
@@ -153,13 +159,13 @@ class CostModel:
 
     def of_call(self, call: Call, tiles: Tiles = UNTILED) -> list[LayerCost]:
         """Costs that a call is planned by."""
-        costs = self.of(call.chain, call.elements(), tiles)
+        costs = self.of(call.chain, self.elements(call), tiles)
         return without_backward(costs) if call.has_own_plan else costs
 
     def training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
         """What each layer takes in tiles; None: that is not known."""
         self.measure_memory(call, tiles)
-        memory = self.record(call.chain).memory_at(call.elements(), tiles)
+        memory = self.record(call.chain).memory_at(self.elements(call), tiles)
         return None if memory is None else [cost.training_bytes for cost in memory]
 
     def is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:

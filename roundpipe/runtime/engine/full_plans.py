@@ -118,7 +118,7 @@ class FullPlans:
             return kept.found is not None and not optimizer.is_over
         if not (self._accelerators and self._costs.is_measured(call.chain, call.tiles)):
             return False
-        costs = self._costs.of(call.chain, call.elements(), call.tiles)
+        costs = self._costs.of(call.chain, self._costs.elements(call), call.tiles)
         least_bytes = min((trained_residency(costs, [index], 0).num_bytes for index in call.trained), default=0)
         if least_bytes > (self._budget_bytes or 0):
             self._keep(call, _FullPlan())
@@ -162,7 +162,7 @@ class FullPlans:
         is_free = config.residency == "auto" and config.execute_plan is None and not call.is_evaluation
         if optimizer is None or budget_bytes is None or self.is_over or not (is_free and self._accelerators):
             return False
-        costs = self._costs.of(call.chain, call.elements(), call.tiles)
+        costs = self._costs.of(call.chain, self._costs.elements(call), call.tiles)
         is_large = sum(cost.gradient_bytes for cost in costs) >= LEAST_AT_ONCE_BYTES
         knows_memory = call.chain.example_elements or self._costs.record(call.chain).memory()
         if not (is_large and knows_memory and self._of(call) is None and optimizer.foresees() and self._may(call)):
@@ -209,7 +209,7 @@ class FullPlans:
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
             call.num_microbatches,
-            call.elements() if call.chain.example_elements else call.argument_bytes(),
+            self._costs.elements(call) if call.chain.example_elements else call.argument_bytes(),
             call.config.recompute_grain,
             call.tiles,
             call.config.execute_plan,

@@ -21,6 +21,7 @@ from roundpipe.planning.planner import least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.engine.chain_record import somewhat_larger
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.tile_choice import LADDER, given_tiles
@@ -60,8 +61,9 @@ class OptionChooser:
         if not config.auto:
             return config
         record = self._costs.record(whole.chain)
-        key = (config.auto, config.num_microbatch, config.recompute_grain, config.tiles, batch_size, elements)
-        if key not in record.settled:
+        key = (config.auto, config.num_microbatch, config.recompute_grain, config.tiles, batch_size)
+        settled = record.settled.setdefault(key, {})
+        if (size := somewhat_larger(sorted(settled), elements)) not in settled:
             numbers, grains = [config.num_microbatch], [config.recompute_grain]
             if "num_microbatch" in config.auto and batch_size is not None:
                 numbers = _numbers_of_microbatches(self._costs.num_workers, batch_size)
@@ -69,10 +71,10 @@ class OptionChooser:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
             found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements, self.budget_bytes)
-            record.settled[key] = found[:2] if found is not None else (numbers[-1], grains[-1])
+            settled[size] = found[:2] if found is not None else (numbers[-1], grains[-1])
             if found is not None:
                 logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", *found)
-        number, grain = record.settled[key]
+        number, grain = settled[size]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
     def proposal(self, call: Call, limit_bytes: int | None = None) -> str:

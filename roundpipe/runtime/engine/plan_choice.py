@@ -114,7 +114,7 @@ class PlanChooser:
         if kept is None or (kept.is_of_less(self._budget_bytes) and not self._is_unused(call, kept)):
             plan, call.tiles = choose_for(self, call)
             kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles, self._budget_bytes)
-            record.plans[self.key(call)] = kept
+            record.keep_plan(self.key(call), kept, call.elements())
         elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
@@ -212,7 +212,7 @@ class PlanChooser:
         """What tells calls apart that may need other plans."""
         if self._budget_bytes is None:
             return round(times_the_example(call.chain, call.elements()), 1)
-        return call.elements() if call.chain.example_elements else call.argument_bytes()
+        return self.costs.elements(call) if call.chain.example_elements else call.argument_bytes()
 
     def key(self, call: Call) -> tuple[Any, ...]:
         """Calls that are equal here have one plan; those made before memory was computed have another."""

@@ -127,7 +127,7 @@ class PlansBeside:
         self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
         self._may_win = may_win
         optimizer.rest()  # or what is compared with these plans would be of later measurements
-        self._costs = costs.of(call.chain, call.elements(), call.tiles)
+        self._costs = costs.of(call.chain, costs.elements(call), call.tiles)
         self._trained = call.trained
 
     def of_all(self) -> PlanBeside | None:
