@@ -18,7 +18,8 @@ from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.engine import plan_choice
 from roundpipe.runtime.engine.chain_record import BUDGET_CHANGE, MOST_LOOKS, KeptPlan
-from roundpipe.runtime.engine.plan_choice import REPLAN_GAIN, PlanChooser
+from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.replanning import REPLAN_GAIN
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.meter import MeterReading, visit_seconds
 from tests.runtime.models import batch, chain, config, mlp, slow_step, square_loss

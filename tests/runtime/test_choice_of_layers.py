@@ -2,9 +2,8 @@
 
 import logging
 
-from roundpipe.runtime.engine import full_plans, plans_beside
+from roundpipe.runtime.engine import full_plans, plan_choice, plans_beside
 from roundpipe.runtime.engine.cost_model import CostModel
-from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.plans_beside import PlanBeside
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, optimizer_of
 from tests.runtime.models import batch, square_loss
@@ -64,15 +63,13 @@ def test_plans_that_can_not_win_are_not_looked_for(monkeypatch, caplog):
 def test_plans_that_are_not_used_are_not_looked_at_again(monkeypatch):
     """While weights live on the device, stages to stream them by would hold up the caller for nothing."""
     looked_at = []
-    # not every look finds another plan, which alone would show
-    replanned = PlanChooser._replanned
+    replanned = plan_choice.replanned
 
-    def look(self, *given):
+    def look(*given):
         looked_at.append(number_there(piped))
-        return replanned(self, *given)
+        return replanned(*given)
 
-    # as above
-    monkeypatch.setattr(PlanChooser, "_replanned", look)
+    monkeypatch.setattr(plan_choice, "replanned", look)
     for residency in ("full", "off"):
         looked_at.clear()
         _, piped = eight_layers(residency)

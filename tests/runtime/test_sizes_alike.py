@@ -1,5 +1,7 @@
 """Batches whose sizes differ all the time, as padded ones do: how often it is planned for them, and by what memory."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.layers import CarriedValue, LayerCost
 from roundpipe.runtime.engine import plan_choice
-from roundpipe.runtime.engine.chain_record import ChainRecord, KeptPlan, somewhat_larger
-from roundpipe.runtime.engine.cost_model import MOST_SIZES
+from roundpipe.runtime.engine.chain_record import ChainRecord, somewhat_larger
 from roundpipe.wrappers import calls, recovery
 from tests.fx.test_memory import Block, cross_entropy
 
@@ -75,7 +76,7 @@ def test_ever_longer_batches_are_computed(monkeypatch):
     computed, measure = [], calls.measure_memory
     monkeypatch.setattr(recovery, "shrink", None)  # nothing runs out of memory
     monkeypatch.setattr(calls, "measure_memory", lambda *args: computed.append(args[1][0].numel()) or measure(*args))
-    lengths = [8 + 6 * step for step in range(MOST_SIZES + 4)]
+    lengths = [8 + 6 * step for step in range(12)]
     with compiled(num_microbatch=2) as piped:
         for length in lengths:
             train(piped, length)
@@ -88,6 +89,7 @@ def test_memory_between_two_sizes_is_hardly_more_than_what_is_computed(length):
     with compiled(num_microbatch=1) as piped:
         for known in (16, 64):
             train(piped, known)
+        # what is known of sizes in between shows in no report
         record = piped._runner.builder.plans.costs.record(piped._runner.last_chain)
         between = record.memory_at(4 * length)
         record.computed.clear()
@@ -103,10 +105,65 @@ def test_only_somewhat_larger_sizes_stand_for_one():
     assert [somewhat_larger(sizes, size) for size in (100, 99, 89, 88, 80, 79, 101, 178, 177, 201)] == [
         *(100, 100, 100, 88, 80, 80, 101, 200, 177, 201)
     ]
+
+
+def test_growing_sizes_are_planned_for_in_steps():
     record = ChainRecord()
-    for number, size in enumerate((200, 80, 100, 80)):
-        record.keep_plan((number,), KeptPlan(None, 0), size)
-    assert record.sizes == sizes
+    found = []
+    for size in range(100, 1000):
+        found.append(record.planned_for(size))
+        assert size <= found[-1] <= 1.125 * size
+        record.add_size(found[-1])
+    assert len({*found}) == len(record.sizes) < 22
+    assert [record.planned_for(size) for size in range(100, 1000)] == found
+
+
+def test_what_fits_by_itself_only_is_planned_by_itself(monkeypatch, planned):
+    """A batch that is a little larger than one before is planned as a still larger one, if there is memory for it."""
+    needed = []
+
+    def shorter(plans, call):
+        needed.append(plans.costs.elements(call))
+        if needed[-1] == 90:
+            raise roundpipe.DeviceMemoryError("too large")
+        return choose(plans, call)
+
+    with compiled(num_microbatch=2) as piped:
+        train(piped, 40)
+        choose = plan_choice.choose_for
+        monkeypatch.setattr(plan_choice, "choose_for", shorter)
+        train(piped, 42)
+        train(piped, 42)
+        train(piped, 41)
+    assert needed == [90, 84]
+    assert planned == [80, 84]
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 2])
+def test_while_everything_lives_on_the_device_no_stages_to_stream_it_are_looked_for(planned, num_microbatch):
+    model = decoder()
+    reference, ours = copy.deepcopy(model), None
+    with roundpipe.compile(
+        model,
+        devices=[roundpipe.Device("cpu", memory_bytes=2**30)],
+        model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=num_microbatch, residency="full"),
+    ) as piped:
+        ours = torch.optim.SGD(piped.optim_parameters(), 0.1)
+        theirs = torch.optim.SGD(reference.parameters(), 0.1)
+        for step, length in enumerate((40, 40, 60, 21, 33, 40, 64, 12)):
+            if step == 2:
+                planned.clear()
+            train(piped, length)
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+            ids = torch.arange(4 * length).view(4, length) % 64
+            cross_entropy(reference(ids), ids.flip(1)).backward()
+            theirs.step()
+            theirs.zero_grad()
+            with torch.no_grad():
+                torch.testing.assert_close(piped(ids), reference(ids))
+    assert not planned
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_costs_between_two_sizes():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.runtime.engine import plan_choice
+from roundpipe.runtime.engine import replanning
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import command_line as cli
 from roundpipe.tools.device_data import EFFICIENCY, find_device
@@ -110,7 +110,7 @@ def test_fewer_devices_are_advised_where_they_are_faster(
     best = json_of(run(*command, "--devices", 3))
     assert not [change for change in best["changes"] if "--devices" in change]
     # the plan of measured layers makes use of all devices: only without it is there something to advise
-    monkeypatch.setattr(plan_choice, "REPLAN_GAIN", 1.0)
+    monkeypatch.setattr(replanning, "REPLAN_GAIN", 1.0)
     found = json_of(run(*command, "--devices", 3))
     assert best["step"]["seconds"] < found["step"]["seconds"]
     (change,) = [change for change in found["changes"] if "--devices" in change]

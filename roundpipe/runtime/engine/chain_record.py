@@ -77,8 +77,7 @@ class KeptPlan:
 
 
 ALIKE = 0.125
-"""Share by which microbatches may be smaller than those that a plan was made for: padded batches differ all the time.
-"""
+"""Share by which microbatches that a plan is made for may be larger: sizes of padded batches differ all the time."""
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 
@@ -153,22 +152,26 @@ class ChainRecord:
         share = (elements - below) / (above - below)
         return [one.between(two, share) for one, two in zip(known[below], known[above], strict=True)]
 
-    def keep_plan(self, key: tuple[Any, ...], kept: KeptPlan, elements: int) -> None:
-        """Keep a plan for microbatches of so many elements, and for somewhat smaller ones."""
-        self.plans[key] = kept
+    def add_size(self, elements: int) -> None:
+        """Microbatches of so many elements have a plan now."""
         if elements not in self.sizes:
             bisect.insort(self.sizes, elements)
 
     def planned_for(self, elements: int) -> int:
-        """Elements that microbatches of so many are planned for: those of somewhat larger ones that have a plan."""
-        return somewhat_larger(self.sizes, elements)
+        """Elements that microbatches of so many are planned for.
+
+        If somewhat larger ones have a plan, theirs; if somewhat smaller ones have, as many more than these as leaves
+        room for others, since sizes differ. To give a plan to the answer changes no answer.
+        """
+        larger = somewhat_larger(self.sizes, elements)
+        position = bisect.bisect_left(self.sizes, elements)
+        if larger == elements and position and elements <= (most := int(self.sizes[position - 1] * (1 + ALIKE))):
+            return larger if larger in self.sizes else most
+        return larger
 
 
 def somewhat_larger(sizes: Sequence[int], elements: int) -> int:
-    """The least of some ascending sizes that is at least as large, but not much larger; if there is none, it itself.
-
-    To add an answer to the sizes changes no answer given before.
-    """
+    """The least of some ascending sizes that is at least as large, but not much larger; if there is none, it itself."""
     position = bisect.bisect_left(sizes, elements)
     return sizes[position] if position < len(sizes) and sizes[position] <= (1 + ALIKE) * elements else elements
 

@@ -43,8 +43,9 @@ TASK_S = 150e-6
 stages from few large ones, which cost the same otherwise."""
 _ADD_ACCESSES = 3
 """How often adding to a gradient reads or writes as much as it has."""
-MOST_SIZES = 8
-"""Sizes of microbatches whose memory is computed, beside ever larger ones; for others it follows from these."""
+WIDEST = 2
+"""How many times the one below it the next larger size is whose memory is computed, at most, if those between are not.
+"""
 
 Prediction = Callable[[ExecutePlan], float]
 """Seconds per step of a plan."""
@@ -134,9 +135,11 @@ class CostModel:
         elif call.has_own_plan:
             record.loss = None
         computed = record.computed.setdefault((record.loss, tiles), {})
-        if elements in computed or (computed and record.planned_for(elements) != elements):
+        if elements in computed or (computed and record.planned_for(elements) in record.sizes):
             return
-        if len(computed) < MOST_SIZES or elements > max(computed):
+        below = max((size for size in computed if size < elements), default=0)
+        above = min((size for size in computed if size > elements), default=0)
+        if not (below and below < above <= WIDEST * below):
             computed[elements] = self._measure(call, tiles)
 
     def elements(self, call: Call) -> int:

@@ -13,19 +13,28 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
-from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room, has_grown
 from roundpipe.runtime.engine.cost_model import CostModel
-from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside, Stays
+from roundpipe.runtime.engine.plans_beside import (
+    OptimizerFacts,
+    PlanBeside,
+    PlansBeside,
+    Stays,
+    described,
+    ids_in,
+    is_all,
+)
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.tile_choice import given_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +146,9 @@ class FullPlans:
             self.is_over |= call.config.residency != FULL  # or it would be asked at each call
             return streamed
         there = self._there(call)
-        if (kept := self._of(call)) is None or (kept.found is not None and there and there != _ids(call, kept.layers)):
+        if (kept := self._of(call)) is None or (
+            kept.found is not None and there and there != ids_in(call, kept.layers)
+        ):
             kept = self._choose(call, streamed, streamed_s, budget_bytes, there)
             self._keep(call, kept)
             if kept.found is None and self._optimizer is not None and not self._optimizer.has_twins:
@@ -148,6 +159,32 @@ class FullPlans:
         call.has_twins, self._has_all = True, len(kept.layers) == len(call.chain)
         if not there and not call.is_evaluation:
             self._costs.measure_anew(call.chain)
+        return kept.found.plan
+
+    def goes_on(self, call: Call, budget_bytes: int | None) -> ExecutePlan | None:
+        """The plan for a call while everything lives on the device, if it has room there; sets `Call.has_twins`.
+
+        What streaming would take is not asked, which is looked for longer. None: it is to be asked.
+        """
+        optimizer, config = self._optimizer, call.config
+        is_free = config.execute_plan is None and not given_tiles(config)
+        if optimizer is None or budget_bytes is None or not (is_free and self._has_all and optimizer.has_twins):
+            return None
+        call.tiles = UNTILED
+        if self._most_layers is not None or not self.wants(call) or not call.chain.example_elements:
+            return None
+        kept, there = self._of(call), self._there(call)
+        if kept is None or kept.found is None or there != ids_in(call, kept.layers):
+            is_unasked = config.residency != FULL and not call.is_evaluation
+            if is_unasked and not optimizer.suits():
+                return None
+            found = PlansBeside(self._costs, call, None, budget_bytes, optimizer, is_unasked=is_unasked).of_all()
+            if found is None or there != ids_in(call, found.residency.trained):
+                return None
+            self._keep(call, kept := _FullPlan(found))
+            self._costs.record(call.chain).add_size(self._costs.elements(call))
+        assert kept.found is not None
+        call.has_twins = True
         return kept.found.plan
 
     def _begins_at_once(
@@ -170,7 +207,7 @@ class FullPlans:
         plans = PlansBeside(self._costs, call, streamed, int(ROOMY_SHARE * budget_bytes), optimizer, is_unasked=True)
         if (found := plans.of_all()) is None or found.seconds > (1 + MOST_SLOWER) * streamed_s():
             return False
-        self._tell(f"{_described(call, found)} live on the device from the first step on")
+        self._tell(f"{described(call, found)} live on the device from the first step on")
         self._keep(call, _FullPlan(found))
         return True
 
@@ -237,9 +274,9 @@ class FullPlans:
         """The plan for a call; with the parameters that are ``there``, by their identities, if that is some layers'."""
         assert self._optimizer is not None
         is_unasked = call.config.residency != FULL
-        if is_unasked and not call.is_evaluation and not self._optimizer.suits():
-            return _FullPlan()
         is_trained_unasked = is_unasked and not call.is_evaluation
+        if is_trained_unasked and not self._optimizer.suits():
+            return _FullPlan()
         before_s, weighs = functools.cache(streamed_s), is_unasked and not self._optimizer.has_twins
         least_gain = AUTO_GAIN if weighs else 0.0
         best: tuple[float, PlanBeside] | None = None
@@ -255,15 +292,8 @@ class FullPlans:
                 self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
             return False
 
-        plans = PlansBeside(
-            self._costs,
-            call,
-            streamed,
-            budget_bytes,
-            self._optimizer,
-            is_unasked=is_trained_unasked,
-            may_win=may_win,
-        )
+        options: Any = {"is_unasked": is_trained_unasked, "may_win": may_win}
+        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, **options)
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return _FullPlan(found)
         for found in self._candidates(call, plans, there):
@@ -273,12 +303,12 @@ class FullPlans:
             if is_better(limit_s, seconds):
                 best = seconds, found
             is_slower = best is not None and seconds > (1 + MOST_SLOWER) * best[0]  # and so are fewer layers
-            if best is not None and (not weighs or _is_all(call, found) or is_slower):
+            if best is not None and (not weighs or is_all(call, found) or is_slower):
                 break
         if best is None:
             self._tell("weights, gradients and the optimizer's side are streamed, or stay on the host")
             return _FullPlan()
-        self._tell(f"{_described(call, best[1])} live on the device")
+        self._tell(f"{described(call, best[1])} live on the device")
         return _FullPlan(best[1])
 
     def _tell(self, outcome: str) -> None:
@@ -288,7 +318,7 @@ class FullPlans:
             self._told = outcome
 
     def _tell_step(self, call: Call, stays: Stays, takes: str, limit_s: float) -> None:
-        logger.info("with %s on the device a step %s instead of %.3g s", _described(call, stays), takes, limit_s)
+        logger.info("with %s on the device a step %s instead of %.3g s", described(call, stays), takes, limit_s)
 
     def _candidates(self, call: Call, plans: PlansBeside, there: frozenset[int]) -> Iterator[PlanBeside]:
         """All stays, if it may and that is not too much; else some layers, the most first."""
@@ -314,7 +344,7 @@ class FullPlans:
         costs, layers = call.chain.costs, found.residency.trained
         update_s, step_s = self._optimizer.on_host_s() or (0.0, 0.0)
         if found.has_updates:  # and so has what streams
-            return max(streamed_s, step_s) if _is_all(call, found) else streamed_s, found.seconds
+            return max(streamed_s, step_s) if is_all(call, found) else streamed_s, found.seconds
         of_all, there = (sum(costs[i].gradient_bytes for i in each) for each in (range(len(costs)), layers))
         rest_s, found_s = update_s * (1 - there / max(of_all, 1)), found.seconds
         if self._optimizer.is_async:
@@ -323,7 +353,7 @@ class FullPlans:
             _, down_bytes_per_s = self._costs.links(call.chain, call.tiles)
             streamed_s += update_s
             found_s += rest_s + there / down_bytes_per_s  # new weights, home
-        if _is_all(call, found):
+        if is_all(call, found):
             streamed_s = max(streamed_s, step_s)
         return streamed_s, found_s + found.residency.update_s(DEVICE_BYTES_PER_S)
 
@@ -332,8 +362,8 @@ class FullPlans:
         more_bytes, self.device_bytes = device_bytes - (self.device_bytes or 0), device_bytes
         for chain, plans in self._kept.items():
             for key, kept in list(plans.items()):
-                is_all = len(kept.layers) == len(chain)
-                if (has_grown(kept.device_bytes, device_bytes) and not is_all) or not kept.take(more_bytes):
+                has_all = len(kept.layers) == len(chain)
+                if (has_grown(kept.device_bytes, device_bytes) and not has_all) or not kept.take(more_bytes):
                     del plans[key]
 
     def shrink(self, call: Call) -> None:
@@ -366,20 +396,3 @@ class FullPlans:
     def prove(self, call: Call) -> None:
         if (kept := self._of(call)) is not None:
             kept.is_proven = True
-
-
-def _ids(call: Call, layers: Collection[int]) -> frozenset[int]:
-    """The parameters that are trained in some layers of a call's chain, by their identities."""
-    trained = call.trained
-    return frozenset(map(id, itertools.chain.from_iterable(trained.get(index, ()) for index in layers)))
-
-
-def _is_all(call: Call, found: Stays) -> bool:
-    return len(found.residency.trained) == len(call.chain)
-
-
-def _described(call: Call, found: Stays) -> str:
-    """What stays, for the log."""
-    number, num_bytes = len(found.residency.trained), format_bytes(found.residency.num_bytes)
-    of = "" if _is_all(call, found) else f" of {number} of {len(call.chain)} layers"
-    return f"weights{of}, {num_bytes} with gradients and the optimizer's side,"

@@ -24,24 +24,16 @@ from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
-from roundpipe.runtime.engine.chain_record import (
-    SHORTEST_STEP_S,
-    KeptPlan,
-    Room,
-    guess_memory,
-    is_other,
-    times_the_example,
-)
+from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, is_other, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MeasuredTimes, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import OptionChooser
+from roundpipe.runtime.engine.replanning import replanned
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.tile_choice import LADDER, choose_for, choose_with_tiles, given_tiles
 
 logger = logging.getLogger(__name__)
 
-REPLAN_GAIN = 0.03
-"""Share of a step's time that another plan must be predicted to save before it takes the place of the present one."""
 FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
 TIGHT_SHARE = 0.1
@@ -92,6 +84,8 @@ class PlanChooser:
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
         self.full.may_look_again = self._may_replan
+        if self._kept(call) is None and (plan := self.full.goes_on(call, self._budget_of(call))) is not None:
+            return plan
         return self.in_place_of(call, self.streaming(call))
 
     def in_place_of(self, call: Call, streamed: ExecutePlan) -> ExecutePlan:
@@ -112,16 +106,14 @@ class PlanChooser:
         record, kept = self.costs.record(chain), self._kept(call)
         call.config = replace(config, recompute_grain=self.key(call)[1])
         if kept is None or (kept.is_of_less(self._budget_bytes) and not self._is_unused(call, kept)):
-            plan, call.tiles = choose_for(self, call)
-            kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles, self._budget_bytes)
-            record.keep_plan(self.key(call), kept, call.elements())
+            kept = self._new(call)
         elif self._may_replan and not self._is_unused(call, kept):
             self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
             if kept.has_other_updates(sum(self.costs.chain_of(call) or ())) or num_steps >= max(
                 FIRST_REPLAN, 4 * kept.looked_at
             ):
-                plan, kept.looked_at = self._replanned(call, kept), num_steps
+                plan, kept.looked_at = replanned(self, call, kept), num_steps
                 kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
         if kept.num_corrections != record.num_corrections:
             self._check(call, kept)
@@ -129,9 +121,28 @@ class PlanChooser:
         call.tiles = kept.tiles
         return kept.plan
 
+    def _new(self, call: Call) -> KeptPlan:
+        """A plan for a call without one, kept from now on."""
+        chain = call.chain
+        record, elements = self.costs.record(chain), self.costs.elements(call)
+        try:
+            plan, call.tiles = choose_for(self, call)
+        except DeviceMemoryError:
+            if elements == call.elements():
+                raise
+            record.add_size(call.elements())  # what it was to be planned as does not fit
+            return self._new(call)
+        kept = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles, self._budget_bytes)
+        kept.updates_s = sum(self.costs.chain_of(call) or ())
+        record.plans[self.key(call)] = kept
+        record.add_size(elements)
+        return kept
+
     def has_plan(self, call: Call) -> bool:
         """Whether a call has a plan, or one fits it, which it then has."""
-        if self._budget_bytes is None or call.config.execute_plan is not None or self._kept(call) is not None:
+        if self._budget_bytes is None or call.config.execute_plan is not None:
+            return True
+        if self._kept(call) is not None or self.full.goes_on(call, self._budget_of(call)) is not None:
             return True
         may_replan = self._may_replan
         with contextlib.suppress(DeviceMemoryError):
@@ -369,31 +380,6 @@ class PlanChooser:
 
     def _prediction(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> Prediction | None:
         return self.costs.prediction(call, costs, links, functools.partial(self._residency, call))
-
-    def _replanned(self, call: Call, kept: KeptPlan) -> ExecutePlan:
-        """The best plan by what was measured, if it is better by enough; else the present one."""
-        present = kept.plan
-        if not self.costs.is_measured(call.chain, kept.tiles) or present.fused is None:
-            return present
-        seconds = self.seconds(call, kept.tiles)
-        present_s = seconds(present)
-        if present_s < SHORTEST_STEP_S:
-            return present
-        try:
-            plan = self.choose(call, kept.tiles)
-        except DeviceMemoryError:  # by what was measured, and the present one has run
-            return present
-        plan_s = seconds(plan)
-        if plan_s > (1 - REPLAN_GAIN) * present_s:
-            return present
-        logger.info(
-            "new plan from measured layer times: %d stages instead of %d, predicted %.3g s per step instead of %.3g s",
-            plan.num_stages,
-            present.num_stages,
-            plan_s,
-            present_s,
-        )
-        return plan
 
 
 def _least(budgets_bytes: Iterable[int | None]) -> int | None:

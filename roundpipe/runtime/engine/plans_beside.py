@@ -6,6 +6,7 @@ is what is hidden the least. A parameter of several layers stays for all of them
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -25,6 +26,7 @@ from roundpipe.planning.residency import (
     with_weights_home,
 )
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
+from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel, Prediction
 from roundpipe.runtime.engine.spec import Call
@@ -101,11 +103,29 @@ class PlanBeside(Stays):
     room: Room
 
 
+def ids_in(call: Call, layers: Collection[int]) -> frozenset[int]:
+    """The parameters that are trained in some layers of a call's chain, by their identities."""
+    trained = call.trained
+    return frozenset(map(id, itertools.chain.from_iterable(trained.get(index, ()) for index in layers)))
+
+
+def is_all(call: Call, found: Stays) -> bool:
+    """Whether all layers stay."""
+    return len(found.residency.trained) == len(call.chain)
+
+
+def described(call: Call, found: Stays) -> str:
+    """What stays, for the log."""
+    number, num_bytes = len(found.residency.trained), format_bytes(found.residency.num_bytes)
+    of = "" if is_all(call, found) else f" of {number} of {len(call.chain)} layers"
+    return f"weights{of}, {num_bytes} with gradients and the optimizer's side,"
+
+
 class PlansBeside:
     """Finds them for a call.
 
     Args:
-        streamed: the plan without them; its own one where the user has given it.
+        streamed: the plan without them, which is asked for where the user has given it.
         budget_bytes: for the plan and what stays.
         is_unasked: whether nobody has asked for weights to stay in training: the host's follow.
         may_win: told what a step takes at least, whether the best plan is worth a search; None: it always is, as it is
@@ -116,7 +136,7 @@ class PlansBeside:
         self,
         costs: CostModel,
         call: Call,
-        streamed: ExecutePlan,
+        streamed: ExecutePlan | None,
         budget_bytes: int,
         optimizer: OptimizerFacts,
         *,
@@ -200,6 +220,7 @@ class PlansBeside:
     def _peak_bytes(self, costs: Sequence[LayerCost]) -> int:
         """Of the plan that the user has given."""
         number, grain = self._call.num_microbatches, self._call.config.recompute_grain
+        assert self._streamed is not None
         return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
 
     def _plan(self, residency: Residency, may_win: Callable[[Stays], bool] | None = None) -> PlanBeside | None:
