@@ -199,6 +199,31 @@ def test_blocks_embedding_and_head_are_layers(num_blocks: int, vocabulary: int, 
         assert len([node for node in (*chunk.makes, *chunk.passes) if node.op != "placeholder"]) == 1
 
 
+class Keeping(Stack):
+    """Returns what its blocks have inside, as decoders do with keys and values."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(num_blocks=12)
+        self.keeps = keeps
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.dropout(self.embed(ids))
+        kept = []
+        for block in self.blocks:
+            kept.append(block.up(block.norm(x)))
+            x = x + block.dropout(block.down(torch.relu(kept[-1])))
+        scores = self.head(self.norm(x))
+        return (scores, kept) if self.keeps else scores
+
+
+def test_what_is_only_returned_does_not_decide_about_cuts() -> None:
+    """It is carried past all of them; beside it, places inside blocks would seem narrow."""
+    ids = torch.randint(0, 500, (4, 16))
+    chunks = [cut(handmade.trace(Keeping(keeps), ids)).chunks for keeps in (False, True)]
+    assert [chunk.module_names for chunk in chunks[0]] == [chunk.module_names for chunk in chunks[1]]
+    assert len(chunks[1][-1].passes) == 12
+
+
 def test_layers_are_called_by_their_modules() -> None:
     names = [chunk.name for chunk in cut(stack(leaves=(Block,), vocabulary=100_000)).chunks]
     assert names == ["embed .. dropout", *(f"blocks.{index}" for index in range(5)), "norm .. head"]

@@ -179,7 +179,8 @@ class CutChoice:
     Args:
         traced, costs: the graph and what its nodes cost.
         balance: what weighs.
-        order, live: the nodes that layers own, and what is carried in front of each of them and behind the last.
+        order, read: the nodes that layers own, and what is there in front of each of them that it or later ones read;
+            behind the last, the outputs. What is only returned is carried past all cuts, and tells none from another.
         legal: the positions in front of which a cut may be.
 
     Raises:
@@ -192,7 +193,7 @@ class CutChoice:
         costs: Mapping[Node, NodeCost],
         balance: Balance,
         order: Sequence[Node],
-        live: Sequence[Set[Node]],
+        read: Sequence[Set[Node]],
         legal: Sequence[int],
     ) -> None:
         self._traced = traced
@@ -203,7 +204,7 @@ class CutChoice:
         self._prefix = [0.0, *accumulate(self._weights)]
         self._edges = [*legal, len(order)]
         # inputs are at hand wherever they are needed
-        self._carried = [sum(value_bytes(n) for n in live[cut] if n.op != "placeholder") for cut in self._edges]
+        self._carried = [sum(value_bytes(n) for n in read[cut] if n.op != "placeholder") for cut in self._edges]
 
     def finest(self) -> list[int]:
         """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges."""

@@ -116,7 +116,8 @@ def partition(
     if not order:
         raise PartitionError("the model computes nothing from its inputs, so there are no layers to make")
     live = _live(order, traced, recomputed)
-    choice = CutChoice(traced, costs, balance, order, live, legal_cuts(traced, memory, order, live))
+    read = live_before(order, (), lambda node: _sources(node, recomputed))
+    choice = CutChoice(traced, costs, balance, order, [*read[:-1], live[-1]], legal_cuts(traced, memory, order, live))
     cuts = choice.between_weights_of(earlier) if earlier else None
     cuts = choice.finest() if cuts is None else cuts
     if max_layer_bytes is not None:
