@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -281,8 +282,16 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         is_own = self._is_own_loss
         with nullcontext() if is_own else attributes_kept(self):
             args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
-        batch = Batch(args, kwargs, {} if is_own else inputs)
+        batch = Batch(args, {**self._no_cache, **kwargs} if is_own else kwargs, {} if is_own else inputs)
         return self._cut(batch, num_items, number, share, is_own)
+
+    @property
+    def _no_cache(self) -> dict[str, bool]:
+        """Arguments by which a decoder gives no keys and values, where its loss is all that is read."""
+        own = model_of(self.model)
+        model = getattr(own, "get_base_model", lambda: own)()
+        has_cache = getattr(getattr(model, "config", None), "use_cache", False) is True
+        return {"use_cache": False} if has_cache and "use_cache" in signature(model.forward).parameters else {}
 
     def _cut(self, batch: Batch, num_items: Any, number: int, share: float, is_own: bool) -> list[Microbatch]:
         if min(number, batch.num_samples) <= 1:
@@ -350,7 +359,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; of a loss alone, logits stay on the device."""
-        batch = Batch(args, kwargs)
+        batch = Batch(args, {**self._no_cache, **kwargs} if needs_only_loss else kwargs)
         with self.accelerator.autocast():
             if not any(kwargs.get(name) is not None for name in self.label_names):
                 whole = {} if batch.num_samples > 1 else {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}

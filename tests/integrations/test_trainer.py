@@ -175,7 +175,7 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    config = transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, use_cache=False, **sizes)
+    config = transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **sizes)
     return transformers.T5ForConditionalGeneration(config)
 
 

@@ -60,6 +60,17 @@ def test_scales_of_copies_change_nothing(tmp_path: Path) -> None:
     assert scaler.get_scale() == 2.0 ** (16 + trained[1].state.global_step)
 
 
+@pytest.mark.parametrize("make", [llama, adapted])
+def test_a_decoder_keeps_no_keys_and_values_for_its_own_loss(make: Any, tmp_path: Path) -> None:
+    """They are in its outputs by default, and would be carried past all layers behind them."""
+    trainer = make_trainer(RoundPipeTrainer, make(), tmp_path)
+    for run in (trainer.evaluate, trainer.train):
+        trainer.model.config.use_cache = True
+        run()
+        # what is carried for the outputs shows in no report: the loss and scores
+        assert len(trainer.pipe._runner.last_chain.exit.reads) == 2
+
+
 class Observed(RoundPipeTrainer):
     """Keeps losses, and the gradients of the latest step."""
 

@@ -19,7 +19,7 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "t
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **options}
-    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, use_cache=False, **sizes)
+    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, **sizes)
     return transformers.LlamaForCausalLM(config)
 
 
