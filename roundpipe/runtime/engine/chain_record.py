@@ -163,11 +163,9 @@ class ChainRecord:
         If somewhat larger ones have a plan, theirs; if somewhat smaller ones have, as many more than these as leaves
         room for others, since sizes differ. To give a plan to the answer changes no answer.
         """
-        larger = somewhat_larger(self.sizes, elements)
-        position = bisect.bisect_left(self.sizes, elements)
-        if larger == elements and position and elements <= (most := int(self.sizes[position - 1] * (1 + ALIKE))):
-            return larger if larger in self.sizes else most
-        return larger
+        position, larger = bisect.bisect_left(self.sizes, elements), somewhat_larger(self.sizes, elements)
+        most = int(self.sizes[position - 1] * (1 + ALIKE)) if position else 0
+        return most if elements <= most and larger not in self.sizes else larger
 
 
 def somewhat_larger(sizes: Sequence[int], elements: int) -> int:
