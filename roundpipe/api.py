@@ -21,6 +21,7 @@ from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.optimizer.reads import settle_reads_of
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
@@ -87,6 +88,7 @@ def compile(
         TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
     check_wrappable(model, "compile")
+    settle_reads_of(model)
     check_flag("fallback", fallback)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
@@ -160,6 +162,7 @@ def wrap_model_to_roundpipe(
         NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
     check_wrappable(model, "wrap_model_to_roundpipe")
+    settle_reads_of(model)
     check_type("use_sequential_preset", use_sequential_preset, bool | None, "True, False or None")
     settings = {"name": name, **{key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}}
     tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}

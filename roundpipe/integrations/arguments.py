@@ -1,4 +1,4 @@
-"""The options of a rotation beside a trainer's own."""
+"""The options of a rotation beside a trainer's own, and which of these it can't follow."""
 
 from __future__ import annotations
 
@@ -69,3 +69,29 @@ class RoundPipeArguments:
                 "together, so that its numbers are those without a rotation"
             )
         self.config: RoundPipeRunConfig = config
+
+
+def check_training_arguments(args: Any, rotation: RoundPipeArguments) -> None:
+    """Raise `ConfigError` for training arguments that a rotation can't follow."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    launched = f"a launcher with {args.world_size} processes (torchrun, accelerate launch)"
+    one_process = "start the script with python: one process uses all devices"
+    reasons = {
+        "deepspeed": (args.deepspeed, one_process),
+        "fsdp": (args.fsdp, one_process),
+        "parallelism_config": (getattr(args, "parallelism_config", None) is not None, one_process),
+        launched: (args.world_size > 1, one_process),
+        "torch_compile": (
+            args.torch_compile,
+            "leave it out, or compile modules of the model before",
+        ),
+        "bf16_full_eval or fp16_full_eval": (
+            args.bf16_full_eval or args.fp16_full_eval,
+            "convert the model, or use bf16",
+        ),
+        f"optim={optim!r}": ("lomo" in optim or "layerwise" in optim, "it updates inside the backward; choose another"),
+        "fp16 with is_async": (args.fp16 and rotation.is_async, "use bf16, or is_async=False"),
+    }
+    for name, (is_given, advice) in reasons.items():
+        if is_given:
+            raise ConfigError(f"RoundPipeTrainer can't train with {name}; {advice}")

@@ -10,6 +10,7 @@ classes. A loss that no weighing explains is not cut.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +20,8 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
+from roundpipe.core.errors import RoundPipeError
+from roundpipe.integrations.stand_in import CalledAgain
 
 IGNORED = -100
 """The label of what is not counted."""
@@ -189,7 +192,13 @@ class LossKind:
         self._num_measured += 1
         if not told:
             return False
-        whole, *losses = measure([_rows(batch, few), *parts])
+        try:
+            whole, *losses = measure([_rows(batch, few), *parts])
+        except (RoundPipeError, CalledAgain, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of code that halves a batch, say; what is wrong anyway fails for the whole, too
+            self._give_up(f"the loss can't be computed for single samples ({type(error).__name__}: {error})")
+            return False
         size, off = max(abs(whole), 1e-6), {}
         for kind, found in told.items():
             together = sum(factor * loss for factor, loss in zip(found, losses, strict=True))
@@ -207,15 +216,21 @@ class LossKind:
         else:
             self._num_unclear += 1
             self.errors = self.errors if self._num_unclear < MAX_CLASSES else {}
-        if self.errors:
+        if self.errors and all(map(math.isfinite, (whole, *losses))):
             logger.info("the loss is %s", " or ".join(self.errors))
         else:
-            warn(
+            self._give_up(
                 f"the loss is neither a sum nor a mean over samples or tokens: {whole:.6g} for {len(few)} "
-                f"samples together, {' and '.join(f'{loss:.6g}' for loss in losses)} apart. Batches are not cut into "
-                "microbatches, so that devices wait for each other; gradient_accumulation_steps gives them more at once"
+                f"samples together, {' and '.join(f'{loss:.6g}' for loss in losses)} apart"
             )
         return seen <= self._alike
+
+    def _give_up(self, why: str) -> None:
+        self.errors = {}
+        warn(
+            f"{why}. Batches are not cut into microbatches, so that devices wait for each other; "
+            "gradient_accumulation_steps gives them more at once"
+        )
 
 
 def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:

@@ -33,7 +33,7 @@ from transformers import Trainer
 from roundpipe.api import compile
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, LossError
-from roundpipe.integrations.arguments import RoundPipeArguments
+from roundpipe.integrations.arguments import RoundPipeArguments, check_training_arguments
 from roundpipe.integrations.microbatches import HALF_TOLERANCE, TOLERANCE, Batch, LossKind, Weighing, cut
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import (
@@ -112,7 +112,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what can't be meant; then one rotation is one device, and nothing is moved to it."""
-        refuse(self.args, self.rotation)
+        check_training_arguments(self.args, self.rotation)
         self.args._n_gpu = 1  # several devices are no nn.DataParallel
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
@@ -288,8 +288,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     @property
     def _no_cache(self) -> dict[str, bool]:
         """Arguments by which a decoder gives no keys and values, where its loss is all that is read."""
-        own = model_of(self.model)
-        model = getattr(own, "get_base_model", lambda: own)()
+        model = model_of(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
         has_cache = getattr(getattr(model, "config", None), "use_cache", False) is True
         return {"use_cache": False} if has_cache and "use_cache" in signature(model.forward).parameters else {}
 
@@ -378,29 +378,3 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
 class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
     """``transformers.Trainer`` in rotation."""
-
-
-def refuse(args: Any, rotation: RoundPipeArguments) -> None:
-    """Raise `ConfigError` for training arguments that a rotation can't follow."""
-    optim = str(getattr(args.optim, "value", args.optim))
-    launched = f"a launcher with {args.world_size} processes (torchrun, accelerate launch)"
-    one_process = "start the script with python: one process uses all devices"
-    reasons = {
-        "deepspeed": (args.deepspeed, one_process),
-        "fsdp": (args.fsdp, one_process),
-        "parallelism_config": (getattr(args, "parallelism_config", None) is not None, one_process),
-        launched: (args.world_size > 1, one_process),
-        "torch_compile": (
-            args.torch_compile,
-            "leave it out, or compile modules of the model before",
-        ),
-        "bf16_full_eval or fp16_full_eval": (
-            args.bf16_full_eval or args.fp16_full_eval,
-            "convert the model, or use bf16",
-        ),
-        f"optim={optim!r}": ("lomo" in optim or "layerwise" in optim, "it updates inside the backward; choose another"),
-        "fp16 with is_async": (args.fp16 and rotation.is_async, "use bf16, or is_async=False"),
-    }
-    for name, (is_given, advice) in reasons.items():
-        if is_given:
-            raise ConfigError(f"RoundPipeTrainer can't train with {name}; {advice}")

@@ -22,6 +22,7 @@ from roundpipe.effects.snapshot import ContentsSnapshot, TensorVersions, WeightS
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
+from roundpipe.runtime.optimizer.reads import settle_reads_of
 
 
 class StateWatch:
@@ -212,6 +213,7 @@ class ModuleSource(FixedChain):
     """The chain of a model's `layers_of`, for all arguments, until the model's structure changes."""
 
     def __init__(self, model: nn.Module) -> None:
+        settle_reads_of(model)
         super().__init__(layers_of(model))
         self._model = model
         self._structure = Structure(model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,43 @@ def test_means_of_different_kinds_are_told_from_one_although_samples_have_like_l
     batch = Batch((), {"each": torch.tensor([1.2, 1.21]), "labels": labels})
     with pytest.warns(UserWarning, match="the loss is neither"):
         assert len(LossKind(["labels"]).cut(batch, 2, lambda batches: [loss_of(each) for each in batches])) == 1
+
+
+def of_pairs(scores: torch.Tensor) -> torch.Tensor:
+    """Not a number of a single sample."""
+    return (scores[: len(scores) // 2] - scores[len(scores) // 2 :][: len(scores) // 2]).square().mean()
+
+
+def of_halves(scores: torch.Tensor) -> torch.Tensor:
+    """Raises for a single sample."""
+    chosen, rejected = scores.chunk(2)
+    return torch.nn.functional.softplus(rejected - chosen).mean()
+
+
+@pytest.mark.parametrize("loss, message", [(of_pairs, "is neither"), (of_halves, "can't be computed for single")])
+def test_a_loss_that_a_single_sample_has_not_is_not_cut(
+    loss: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    batch = Batch((), {"scores": torch.randn(8), "labels": torch.arange(8) % 3})
+    kind = LossKind(["labels"])
+    with pytest.warns(UserWarning, match=f"the loss {message}") as warned:
+        for _ in range(4):
+            pieces = kind.cut(batch, 2, lambda batches: [float(loss(each.kwargs["scores"])) for each in batches])
+            assert [factor for _, factor in pieces] == [1.0]
+    assert len(warned) == 1
+
+
+def test_a_device_that_runs_out_of_memory_tells_nothing_of_a_loss() -> None:
+    """Trainers look for it, to try smaller batches."""
+    batch = Batch((), {"scores": torch.randn(8), "labels": torch.arange(8) % 3})
+    kind = LossKind(["labels"])
+
+    def fail(batches: list[Batch]) -> list[float]:
+        raise roundpipe.DeviceMemoryError("too large")
+
+    with pytest.raises(roundpipe.DeviceMemoryError):
+        kind.cut(batch, 2, fail)
+    assert kind.errors
 
 
 WEIGHTS = torch.tensor([0.5, 1.0, 1.5, 1.0])

@@ -172,6 +172,20 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
+def of_halves(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Compares one half of a batch with the other, as losses of preferences do; a single sample has no halves."""
+    chosen, rejected = outputs.logits.mean((1, 2)).chunk(2)
+    return torch.nn.functional.softplus(rejected - chosen).mean()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loss_of_halves_is_not_cut(accumulation: int, tmp_path: Path) -> None:
+    """Nor where the accumulation at the end has fewer batches, which would be cut."""
+    options = {"devices": 2, "compute_loss_func": of_halves, "gradient_accumulation_steps": accumulation}
+    with pytest.warns(UserWarning, match="can't be computed for single samples"):
+        train_both(llama, tmp_path, per_device_train_batch_size=2, num_train_epochs=2, **options)
+
+
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}

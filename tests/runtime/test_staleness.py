@@ -165,3 +165,66 @@ def test_backwards_of_forwards_run_in_any_order_beside_a_training_step():
         third.sum().backward()
         piped.synchronize()
         assert_same(gradients(model), reference)
+
+
+ENDS = {"close()": roundpipe.RoundPipe.close, "the end of with": lambda piped: piped.__exit__(None, None, None)}
+
+
+@pytest.mark.parametrize("residency", ["off", "full"])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_the_last_update_is_in_the_model_at_the_end(end, residency):
+    """Or what is saved from the model afterwards lacks it."""
+    model = build()
+    reference = copy.deepcopy(model)
+    piped = roundpipe.RoundPipe(
+        model,
+        devices=[roundpipe.Device("cpu", memory_bytes=2**24)],
+        model_run_config=roundpipe.RoundPipeRunConfig(residency=residency),
+    )
+    ours = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+    piped.forward_backward((batch(5),), loss_fn=square_loss)
+    piped.step(lambda: (ours.step(), ours.zero_grad()))
+    end(piped)
+    square_loss(reference(batch(5)), None).backward()
+    torch.optim.SGD(reference.parameters(), lr=LR).step()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("wrap", [roundpipe.RoundPipe, roundpipe.compile])
+def test_a_model_that_is_given_to_another_wrapper_has_the_last_update(wrap, recwarn):
+    """As where a cell of a notebook is run again."""
+    model = build()
+    reference = copy.deepcopy(model)
+    pipes = []
+    for _ in range(3):
+        pipes.append(wrap(model, devices=["cpu"]))
+        ours = torch.optim.SGD(pipes[-1].optim_parameters(), lr=LR)
+        loss = pipes[-1].forward_backward((batch(5),), loss_fn=square_loss)
+        pipes[-1].step(lambda ours=ours: (ours.step(), ours.zero_grad()))
+        theirs = torch.optim.SGD(reference.parameters(), lr=LR)
+        expected = square_loss(reference(batch(5)), None)
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    assert not recwarn.list  # of hooks, which are there while an update is under way
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_what_an_update_had_written_before_it_failed_is_in_the_model_at_the_end(is_async):
+    """As in eager mode."""
+    model = build()
+    piped = roundpipe.RoundPipe(model, devices=["cpu"])
+
+    def fail():
+        with torch.no_grad():
+            next(iter(piped.optim_parameters())).zero_()
+        raise ArithmeticError
+
+    piped.forward_backward((batch(5),), loss_fn=square_loss)
+    with pytest.raises(ArithmeticError):
+        piped.step(fail, is_async=is_async)
+        piped.close()
+    piped.close()
+    assert not model[0].weight.any() and model[0].bias.any()

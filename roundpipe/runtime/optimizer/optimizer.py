@@ -369,9 +369,12 @@ class OptimizerSide(UpdateSteps):
             self._pairs.replace(name, parameter)
 
     def close(self) -> None:
-        """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
+        """Wait for the running update, put it into the model, end the thread, raise what is pending; safe twice."""
         self.wait("close()")
         try:
+            if not self._closed and (self._ranks is None or self._ranks.shard is None):  # which waits for others
+                behind = self._pairs.with_copies() if self._weights_changed else self._pairs.ahead()
+                self._updates.run(behind, self._write_now)
             self.come_home(with_copies=False)
         finally:
             self._closed = True
