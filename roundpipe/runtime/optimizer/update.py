@@ -157,6 +157,10 @@ class UpdateRunner:
         self._due: frozenset[int] = frozenset()
         """Copies with gradients, by id, while it is looked whether ``step_fn`` changes one."""
         self._due_warning = ""
+        self._pairs: Sequence[ParameterPair] = ()
+        """Of the ``step_fn`` that runs."""
+        self._checked: frozenset[int] = frozenset()
+        """The parameters of the optimizer that was looked at last, by id."""
 
     @property
     def is_inside(self) -> bool:
@@ -207,7 +211,7 @@ class UpdateRunner:
 
     def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> Any:
         """What it returns; an error of it gains a note that says in which step it was raised."""
-        token = _RUNNING.set(self)
+        token, self._pairs = _RUNNING.set(self), pairs
         if self.options.has_changed():
             self._due_warning = (
                 "options of the optimizer, such as the learning rate, were changed before an asynchronous update had "
@@ -231,9 +235,19 @@ class UpdateRunner:
         finally:
             self.pieces.after_step()
             _RUNNING.reset(token)
+            self._pairs = ()
 
     def before_step(self, parameters: frozenset[int]) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
+        if parameters != self._checked:
+            self._checked = parameters
+            own = sum(id(pair.parameter) in parameters for pair in self._pairs if pair.copy is not None)
+            if 0 < own < len(parameters):  # of all, `_look` tells
+                self._due_warning = (
+                    f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, which "
+                    "get no gradients there: they are not trained. Make its groups, also those that are added later, "
+                    "from model.optim_parameters() or model.optim_named_parameters()"
+                )
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):
