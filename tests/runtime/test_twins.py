@@ -300,7 +300,7 @@ def test_states_are_where_the_copies_are(fused):
     (pair,) = side.parameter_pairs()
     pair.copy.grad = torch.ones(2, 2)
     side.step(ours.step, is_async=False)
-    state, there = ours.state[pair.copy], nn.Parameter(torch.empty(2, 2, device="meta"))
+    here, state, there = pair.copy, ours.state[pair.copy], nn.Parameter(torch.empty(2, 2, device="meta"))
     ours.state[there], ours.param_groups[0]["params"] = ours.state.pop(pair.copy), [there]
     pair.copy = there
     # what the engine does around it needs a device that is not the CPU
@@ -310,4 +310,5 @@ def test_states_are_where_the_copies_are(fused):
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
+    pair.copy = here  # whose values a model has at the end
     side.close()

@@ -387,27 +387,3 @@ def test_torch_calls_back_behind_a_backward():
     leaf = torch.ones(2, requires_grad=True)
     Node.apply(leaf * 2).sum().backward()
     assert seen == [True]
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-def test_an_optimizer_with_some_of_the_models_own_parameters_in_a_step_is_warned_of(is_async):
-    """As where a group of layers that were frozen is added: nobody would train them."""
-    model = made(mlp)
-    model[0].requires_grad_(False)
-    with roundpipe.compile(model, devices=["cpu"]) as piped:
-        optimizer = torch.optim.SGD([each for each in piped.optim_parameters() if each.requires_grad], lr=LR)
-
-        def train(steps=3):
-            for number in range(steps):
-                piped.forward_backward((batch(seed=number),), loss_fn=square_loss)
-                piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
-            piped.synchronize()
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train()
-        model[0].requires_grad_(True)
-        optimizer.add_param_group({"params": [*model[0].parameters()]})
-        with pytest.warns(UserWarning, match="parameters of the optimizer in step_fn are the model's own") as warned:
-            train()
-        assert len(warned) == 1
