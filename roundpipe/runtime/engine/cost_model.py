@@ -146,6 +146,10 @@ class CostModel:
         """Elements that the largest microbatch of a call is planned for: see `ChainRecord.planned_for`."""
         return self.record(call.chain).planned_for(call.elements())
 
+    def size_of(self, call: Call) -> int:
+        """What tells calls apart that may need other memory: these elements, or bytes where there is no example."""
+        return self.elements(call) if call.chain.example_elements else call.argument_bytes()
+
     def of(self, chain: LayerChain, elements: int, tiles: Tiles = UNTILED) -> list[LayerCost]:
         """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
         record, basis = self.record(chain), self._basis(chain, tiles)

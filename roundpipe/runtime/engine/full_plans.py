@@ -246,7 +246,7 @@ class FullPlans:
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
             call.num_microbatches,
-            self._costs.elements(call) if call.chain.example_elements else call.argument_bytes(),
+            self._costs.size_of(call),
             call.config.recompute_grain,
             call.tiles,
             call.config.execute_plan,
@@ -292,8 +292,9 @@ class FullPlans:
                 self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
             return False
 
-        options: Any = {"is_unasked": is_trained_unasked, "may_win": may_win}
-        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, **options)
+        plans = PlansBeside(
+            self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked, may_win=may_win
+        )
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return _FullPlan(found)
         for found in self._candidates(call, plans, there):

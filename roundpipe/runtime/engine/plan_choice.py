@@ -223,7 +223,7 @@ class PlanChooser:
         """What tells calls apart that may need other plans."""
         if self._budget_bytes is None:
             return round(times_the_example(call.chain, call.elements()), 1)
-        return self.costs.elements(call) if call.chain.example_elements else call.argument_bytes()
+        return self.costs.size_of(call)
 
     def key(self, call: Call) -> tuple[Any, ...]:
         """Calls that are equal here have one plan; those made before memory was computed have another."""
