@@ -234,7 +234,7 @@ def _mixed(one: Any, two: Any, share: float, names: Iterable[str]) -> dict[str, 
 Mixing = Literal["compares samples", "not linear"]
 """How a loss mixes samples, so that those of microbatches don't make up that of the batch."""
 
-OwnKind = Literal["mean", "sum", "unknown", "compares samples"]
+OwnKind = Literal["mean", "sum", "unknown", "compares samples", "not linear"]
 """What is known of a loss that a model computes itself."""
 
 
@@ -318,8 +318,10 @@ class LayerChain(nn.Sequential):
         """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
         self.takes_samples_as_time = ""
         """The module, in words, for which a batch must stay in one piece; empty if there is none."""
-        self.comparisons: frozenset[Path] = frozenset()
-        """Where the outputs have scalars that compare samples."""
+        self.mixes_samples = ""
+        """Where the forward mixes the samples of a batch, in words; empty if nothing shows that it does."""
+        self.mixing: Mapping[Path, Mixing] = {}
+        """Where the outputs have scalars that mix samples, and how."""
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""
 
@@ -330,8 +332,8 @@ class LayerChain(nn.Sequential):
 
     def kind_of_loss(self, path: Path) -> OwnKind:
         """What is known of the scalar at some place in the model's outputs."""
-        if path in self.comparisons:
-            return "compares samples"
+        if (mixing := self.mixing.get(path)) is not None:
+            return mixing
         found = next((own for own in self.own_losses if own.path == path), None)
         return "unknown" if found is None else "mean" if found.weights else "sum"
 

@@ -29,12 +29,15 @@ def is_model_file(filename: str) -> bool:
     return not filename.startswith(_OUR_FILES) and f"{os.sep}sympy{os.sep}" not in filename
 
 
-def model_location() -> str:
-    """``file:line`` of the model's code that is running."""
+def model_location(below: types.CodeType | None = None) -> str:
+    """``file:line`` of the model's code that is running, or ``"unknown"``; with ``below``, of what that code calls."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not is_model_file(frame.f_code.co_filename):
+    location = ""
+    while frame is not None and not (location and below is None) and frame.f_code is not below:
+        if not location and is_model_file(frame.f_code.co_filename):
+            location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return location if location and (below is None or frame is not None) else "unknown"
 
 
 def raised_at(error: BaseException | None) -> str:

@@ -121,8 +121,7 @@ class TracedSource:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
 
         ``before`` is that of the microbatch before in the same call: the model still is what it was compared with then.
-        ``batch``: the arguments are a piece of these, and the model's code decides by the data of the whole, where it
-        asks for True or False.
+        ``batch``: the arguments are a piece of these, by whose data the model's code decides (see `fx.guards.values`).
 
         Raises:
             TraceError: the model can't be traced and ``on_failure`` raised it.

@@ -198,6 +198,8 @@ class ResolvedConfig:
     check_finite: bool
     auto: frozenset[str] = frozenset()
     """Fields that were left to choice; they hold what is built in."""
+    is_number_given: bool = True
+    """Whether somebody said into how many microbatches a batch is cut."""
 
 
 def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:
@@ -227,7 +229,9 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
     device = options["output_device"] = torch.device(options["output_device"])
     if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
         raise ConfigError(f"output_device={str(device)!r}: torch sees no such device; None keeps outputs on the CPU")
-    return ResolvedConfig(**options, auto=auto)
+    numbers = (config.num_microbatch for config in (call, model) if config is not None)
+    is_given = next((number for number in numbers if number is not None), AUTO) != AUTO
+    return ResolvedConfig(**options, auto=auto, is_number_given=is_given)
 
 
 _RUNNING_MICROBATCHES: ContextVar[int] = ContextVar("roundpipe_num_microbatches")

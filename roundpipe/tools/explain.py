@@ -151,6 +151,7 @@ class Explanation:
             "guards": self.guards,
             "odd_outputs": {f"output{trees.path_string(path)}": why for path, why in self.chain.odd_outputs.items()},
             "takes_samples_as_time": self.chain.takes_samples_as_time,
+            "mixes_samples": self.chain.mixes_samples,
         }
 
     def _memory_sections(self) -> Iterator[str]:
@@ -164,6 +165,8 @@ class Explanation:
         ]
         if who := self.chain.takes_samples_as_time:
             lines.insert(0, f"{who} takes dimension 0 as time: a batch runs as one microbatch, see split_input")
+        if where := self.chain.mixes_samples:
+            yield _section("Where the samples of a batch are mixed", [f"{where}: it runs as one microbatch by default"])
         if lines:
             yield _section("Where the samples of a batch are not in dimension 0", lines)
 

@@ -1,5 +1,6 @@
 """Says, once per wrapper, where the pieces of a batch don't make up the whole: arguments whose dimension 0 is time,
-scalars that are averaged, tensors that are concatenated though their first dimension is not that of the samples.
+models that mix samples, scalars that are averaged, tensors that are concatenated though their first dimension is not
+that of the samples.
 """
 
 from __future__ import annotations
@@ -25,24 +26,47 @@ class BatchWarnings:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_time = False
+        self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_mixing = False
         self._num_read = 0
         """Calls whose scalars were read from a device."""
 
     def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
-        """The config for a call, which cuts nothing if a module of its chain takes dimension 0 as time."""
-        who = "" if chain is None else chain.takes_samples_as_time
-        if not who or config.split_input is not None or (config.num_microbatch == 1 and not config.auto):
+        """The config for a call, which cuts nothing where the pieces of a batch would not give what the whole does.
+
+        That is where a module of the chain takes dimension 0 as time. Where the model mixes samples, a number of
+        microbatches that somebody has given stays.
+        """
+        is_whole = config.num_microbatch == 1 and not config.auto
+        if chain is None or config.split_input is not None or is_whole:
             return config
-        if not self._has_warned_of_time:
-            self._has_warned_of_time = True
-            warn(
-                f"{self._name}: {who} takes dimension 0 of the batch as time, so that the batch is not cut there but "
+        if who := chain.takes_samples_as_time:
+            self._warn_of_mixing(
+                f"{who} takes dimension 0 of the batch as time, so that the batch is not cut there but "
                 "runs as one microbatch. If the samples are in another dimension, say so: "
                 "split_input=((TensorChunkSpec(1),), None), split_label and merge_output, or make the model with "
                 "batch_first=True"
             )
+        elif not chain.mixes_samples:
+            return config
+        elif config.is_number_given:
+            self._warn_of_mixing(
+                f"the model mixes the samples of a batch: {chain.mixes_samples}. Each of the {config.num_microbatch} "
+                "microbatches has only its own samples there, so that outputs, losses and gradients differ from those "
+                "of the whole batch; with num_microbatch=1 they don't"
+            )
+            return config
+        else:
+            self._warn_of_mixing(
+                f"the model mixes the samples of a batch: {chain.mixes_samples}. So the batch is not cut but runs as "
+                "one microbatch. If the samples of a microbatch may be mixed by themselves, as in a batch norm, say "
+                "how many there are by num_microbatch"
+            )
         return replace(config, num_microbatch=1, auto=frozenset())
+
+    def _warn_of_mixing(self, text: str) -> None:
+        if not self._has_warned_of_mixing:
+            self._has_warned_of_mixing = True
+            warn(f"{self._name}: {text}")
 
     def look(
         self,

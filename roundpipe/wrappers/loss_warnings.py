@@ -23,7 +23,14 @@ _COMPARISON = (
     "its own: loss and gradients differ from those of the whole batch. Give num_microbatch=1, or compute the loss in "
     "loss_fn, from outputs, with loss_scope='batch'"
 )
+_PRODUCT = (
+    "has products or other functions of means over the batch, as the load balancing of experts has, and each of the "
+    "{number} microbatches has its own means: loss and gradients differ from those of the whole batch, as they do "
+    "where plain PyTorch accumulates gradients. With num_microbatch=1 they don't"
+)
 _TEXTS = {
+    ("sum", "not linear"): _PRODUCT,
+    ("mean", "not linear"): _PRODUCT,
     ("sum", "compares samples"): _COMPARISON,
     ("mean", "compares samples"): _COMPARISON,
     ("sum", "mean"): (
@@ -62,7 +69,8 @@ _OF_LOSS_FN: dict[Verdict, str] = {
     ),
     "not linear": (
         "but a function of means, such as a root or a quotient of two, is not a mean: loss and gradients differ from "
-        "those of the whole batch. Give loss_scope='batch', or compute that function from the loss that is returned"
+        "those of the whole batch. Give loss_scope='batch', or compute that function from the loss that is returned; "
+        "or num_microbatch=1, if the model itself computes it"
     ),
     "sum": (
         "but loss_fn gives sums, which nothing divides: loss and gradients are smaller than those of the whole batch. "
@@ -101,9 +109,10 @@ class LossWarnings:
         kind = next((each.own for each in weights if each.own is not None), None)
         given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)
         is_certain = kind != "unknown" or given != "sum"
-        if kind == "compares samples" and not all(map(has_samples_first, filter(None, options))):
+        is_mixed = kind in ("compares samples", "not linear")
+        if is_mixed and not all(map(has_samples_first, filter(None, options))):
             kind = "unknown"
-        number = number if kind == "compares samples" else number * num_ranks
+        number = number if is_mixed else number * num_ranks
         text = None if kind is None else _TEXTS.get((given or "sum", kind))
         if text is None or number == 1 or not is_certain or self._has_warned:
             return
@@ -123,8 +132,12 @@ class LossWarnings:
         is_told = any(each.has_given or each.own is not None for each in weights)
         if self._has_warned or is_told or len(labels) == 1:
             return
-        mixing = find_mixing()
-        if any(each.is_counted for each in weights) and mixing is None:
+        mixing, is_counted = find_mixing(), any(each.is_counted for each in weights)
+        if is_counted and mixing is None:
+            return
+        if is_counted and mixing == "not linear":  # loss_fn is, so that it is a term of the model's own
+            self._has_warned = True
+            warn(f"the loss that {self._name} computes itself {_PRODUCT.format(number=len(labels))}")
             return
         verdicts = by_samples(weights) if mixing is None else [mixing]
         text = next((text for verdict, text in _OF_LOSS_FN.items() if verdict in verdicts), None)

@@ -268,7 +268,7 @@ def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mix
     tensors = {path: leaf for path, leaf in places if isinstance(leaf, torch.Tensor) and leaf.ndim}
     whole = {(Access("item", LABEL), *path) for path in _whole(call.labels)}
     samples = {path for path, tensor in tensors.items() if tensor.shape[0] == sizes[0]} - whole
-    return mixing_of_losses(traced, samples, call.chain.comparisons, sizes)
+    return mixing_of_losses(traced, samples, call.chain.mixing, sizes)
 
 
 def _whole(labels: Sequence[Any]) -> set[trees.Path]:

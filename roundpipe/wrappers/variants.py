@@ -96,8 +96,9 @@ class JointChain(LayerChain):
         super().__init__(layers, specs, costs, entry, exit, largest.example_elements, largest.example_size)
         self.variants = tuple(chains)
         self.own_losses = tuple(_joint_losses(chains))
-        self.comparisons = frozenset().union(*(chain.comparisons for chain in chains))
+        self.mixing = {path: kind for chain in chains for path, kind in chain.mixing.items()}
         self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
+        self.mixes_samples = next((each for chain in chains if (each := chain.mixes_samples)), "")
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
 
     def calls(self, call: Call) -> dict[int, Call]:

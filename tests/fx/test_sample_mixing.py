@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from roundpipe.core import trees
 from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS, mixing_of_losses
-from roundpipe.fx.passes.own_losses import own_comparisons
+from roundpipe.fx.passes.own_losses import own_mixing
 from roundpipe.fx.trace.loss import trace_loss
 from roundpipe.fx.trace.tracer import trace
 
@@ -302,4 +302,4 @@ def test_a_models_own_loss_is_looked_at_behind_its_last_weights(name):
     x, y = torch.randn(NUMBER, CLASSES), torch.randint(CLASSES, (NUMBER,))
     traced = trace(Encoder(loss), (x, y))
     (path,) = (path for path, leaf in trees.walk(traced.output) if leaf.name == traced.output["loss"].name)
-    assert own_comparisons(traced) == ({path} if compares else set())
+    assert own_mixing(traced) == ({path: COMPARES} if compares else {})

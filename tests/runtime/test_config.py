@@ -56,6 +56,7 @@ def test_nothing_given_is_the_built_in():
         loss_reduction="sum",
         loss_scope="microbatch",
         check_finite=False,
+        is_number_given=False,
     )
 
 

@@ -191,7 +191,7 @@ class Guards:
 
     def _decides(self, batch: Arguments | None) -> Arguments | None:
         """A batch in normal form, if the graph serves its sizes, so that its data may decide for its pieces."""
-        if batch is None:
+        if batch is None or not self.values.decides:
             return None
         arguments = self._form.normalise(*batch)
         tensors: list[torch.Tensor] = []

@@ -6,8 +6,9 @@ numbers is never read.
 
 Invariant: a value read while tracing is one that `ValueProgram` reads again.
 
-Of a microbatch that is a piece of a batch, what gives True or False is asked of the whole batch, if that is known: it
-is the way that the model takes in eager mode.
+Of a microbatch that is a piece of a batch, decisions are asked of the whole batch, if that is known: they are those of
+eager mode. What gives True or False is one, and so is the largest or smallest of some numbers, such as the length of
+the longest sample.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from roundpipe.core import trees
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, needed_for, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
 
+_EXTREMES = frozenset("max amax min amin".split())
+_CASTS = frozenset("to int long float double cpu squeeze".split())
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
 
@@ -155,7 +158,7 @@ class ValueReader:
             answer = self._answer(read)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
-        if self._batch is not None and _is_decision(answer) and _reads_data(read, self._needed_for(read)):
+        if self._batch is not None and _is_decision(read, answer) and _reads_data(read, self._needed_for(read)):
             with contextlib.suppress(Exception):  # a graph that serves no batch decides by pieces
                 answer = self._answer(read, self._batch)
         self.reads.append(replace(read, expected=trees.map_tensors(answer, _shape)))
@@ -200,8 +203,8 @@ class ValueProgram:
             (part, _needed_for_reads(order, part))
             for part in (
                 [read for read in self.reads if read not in data],
-                [read for read in data if _is_decision(read.expected)],
-                [read for read in data if not _is_decision(read.expected)],
+                [read for read in data if _is_decision(read, read.expected)],
+                [read for read in data if not _is_decision(read, read.expected)],
             )
         )
         attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
@@ -229,6 +232,11 @@ class ValueProgram:
                 return read, answer
         return None
 
+    @property
+    def decides(self) -> bool:
+        """Whether a batch decides something for its pieces."""
+        return bool(self._of_decisions[0])
+
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
         needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]
@@ -246,8 +254,18 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
     )
 
 
-def _is_decision(answer: Any) -> bool:
-    return isinstance(answer, bool)
+def _is_decision(read: ValueRead, answer: Any) -> bool:
+    """Whether a read gives what a whole batch decides for its pieces."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or len(read.nodes) != 1:
+        return isinstance(answer, bool)
+    (node,) = read.nodes
+    while _name(node) in _CASTS and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return _name(node) in _EXTREMES
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from roundpipe.fx.passes.graph_run import attribute
 def layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
     """Equal for layers that do the same with weights of the same kind."""
     if not isinstance(layer, GraphModule):
-        return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
+        return type(layer), tuple(module_key(child, name) for name, child in layer.named_children())
     *nodes, output = layer.graph.nodes
     index = {node: f"%{position}" for position, node in enumerate(nodes)}
     results = output.args[0]
@@ -58,10 +58,10 @@ def _target_key(layer: GraphModule, node: Node) -> Hashable:
     if node.op not in ("call_module", "get_attr"):
         return str(target) if node.op == "call_method" else None
     value = attribute(layer, node)
-    return _module_key(value, str(target)) if isinstance(value, nn.Module) else value_key(value)
+    return module_key(value, str(target)) if isinstance(value, nn.Module) else value_key(value)
 
 
-def _module_key(module: nn.Module, name: str) -> Hashable:
+def module_key(module: nn.Module, name: str) -> Hashable:
     """Classes, weights, attributes and hooks of a tree of modules; its name and number in a list do not count."""
     numbers = {int(part) for part in name.split(".") if part.isdigit()}
     return tuple(

@@ -16,6 +16,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key, value_of
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
 from roundpipe.fx.passes.sample_sums import SampleSum
 
 Count = Callable[[Any], float]
@@ -85,6 +86,14 @@ class ArgumentValues:
         if place is None:
             return None
         return lambda arguments: float(math.prod(trees.get(arguments, place).shape[: rows.num_axes]))
+
+    def samples(self) -> Count | None:
+        """How many samples a microbatch has, if one of these arguments tells."""
+        node = next((node for node in arguments_of_samples(self._traced) if node in self._placeholders), None)
+        if node is None:
+            return None
+        place = self._traced.input_paths[node.name]
+        return lambda arguments: float(trees.get(arguments, place).shape[0])
 
     def divisor(self, node: Node, sums: Mapping[Node, SampleSum]) -> tuple[Count, Divisor | None] | None:
         """What a microbatch counts for if a sum is divided by a number, and what the divisor is for all of them.

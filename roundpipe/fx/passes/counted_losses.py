@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def count_losses(
 def mixing_of_losses(
     loss: TracedGraph,
     samples: Collection[trees.Path],
-    comparisons: Collection[trees.Path] = (),
+    of_model: Mapping[trees.Path, Mixing] = MappingProxyType({}),
     sizes: Collection[int] = (),
 ) -> Mixing | None:
     """How the losses of a `LossCall`, as it was traced, mix samples.
@@ -77,13 +78,13 @@ def mixing_of_losses(
     Args:
         loss: its graph.
         samples: places in ``(outputs, label)`` where the first dimension counts samples.
-        comparisons: places in the outputs of losses of the model's own that compare samples.
+        of_model: how losses of the model's own do, by their places in the outputs.
         sizes: of the microbatches.
     """
     places = {node: tuple(loss.input_paths[node.name][1:]) for node in loss.placeholders}
     with_samples = [node for node, path in places.items() if path in samples]
     outputs = [node for node, (argument, *_) in places.items() if argument.key == OUTPUTS]
-    own: dict[Node, Mixing] = {node: "compares samples" for node in outputs if places[node][1:] in comparisons}
+    own = {node: of_model[places[node][1:]] for node in outputs if places[node][1:] in of_model}
     result = loss.output
     losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     nodes = _scalars(loss, losses) or ()

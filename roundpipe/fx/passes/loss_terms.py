@@ -8,7 +8,7 @@ scalar nothing is known: a product of two means is no mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -71,6 +71,7 @@ def combination(
     arguments: ArgumentValues,
     given: Mapping[Node, Term] = MappingProxyType({}),
     sums: Mapping[Node, SampleSum] = MappingProxyType({}),
+    bent: Collection[Node] = (),
 ) -> Combination | None:
     """A scalar as a linear combination of terms; None if it isn't known to be one.
 
@@ -78,9 +79,10 @@ def combination(
         arguments: those that targets and factors may be made of.
         given: terms that are known otherwise.
         sums: over samples or tokens, that are known as such.
+        bent: scalars that are known not to be linear; as terms they count by samples.
     """
     found = Combination()
-    if not _TermSearch(traced, arguments, given, sums, found).visit(scalar):
+    if not _TermSearch(traced, arguments, given, sums, bent, found).visit(scalar):
         return None
     parts = (*found.terms, *found.between)
     writers = {user for node in parts for user in node.users if node in mutated_by(user)}
@@ -133,6 +135,7 @@ class _TermSearch:
     arguments: ArgumentValues
     given: Mapping[Node, Term]
     sums: Mapping[Node, SampleSum]
+    bent: Collection[Node]
     found: Combination
 
     def visit(self, node: Any) -> bool:
@@ -145,11 +148,15 @@ class _TermSearch:
         if term is not None:
             self.found.terms[node] = term
             return True
-        operands = self._operands(node)
-        if operands is None or not all(self.visit(operand) for operand in operands):
-            return False
-        self.found.between[node] = None
-        return True
+        operands, before = self._operands(node), (self.found.terms.copy(), self.found.between.copy())
+        if operands is not None and all(self.visit(operand) for operand in operands):
+            self.found.between[node] = None
+            return True
+        if node in self.bent and (count := self.arguments.samples()) is not None:
+            self.found.terms, self.found.between = before
+            self.found.terms[node] = Term(count, is_mean=True)
+            return True
+        return False
 
     def _operands(self, node: Node) -> Sequence[Any] | None:
         """What a node is linear in; None if it isn't, as far as is known."""

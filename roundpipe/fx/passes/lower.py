@@ -18,8 +18,9 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
 from roundpipe.fx.passes.cuts import Balance
-from roundpipe.fx.passes.own_losses import own_comparisons, own_losses
+from roundpipe.fx.passes.own_losses import own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
+from roundpipe.fx.passes.sample_dependence import dependence_of_samples
 from roundpipe.fx.passes.sample_dimensions import outputs_without_rows, takes_samples_as_time
 
 LIMITS_APART, NUM_LIMITS = 4, 7
@@ -85,12 +86,13 @@ def lower(
         PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
     with torch.enable_grad(), walked_once():
-        comparisons, losses = own_comparisons(traced), own_losses(traced)
+        dependence = dependence_of_samples(traced)
+        mixing, losses = own_mixing(traced, dependence.bent), own_losses(traced, dependence.bent)
         costs = measure(traced, options.profile)
         balance, max_layer_bytes = options.balance, options.max_layer_bytes
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
-        chain.own_losses, chain.comparisons = losses, comparisons
+        chain.own_losses, chain.mixing, chain.mixes_samples = losses, mixing, dependence.where
         chain.odd_outputs = outputs_without_rows(traced)
         chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

@@ -7,14 +7,14 @@ as a whole; in the graph of any other the terms are weighed before they are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.layers import OwnLoss
+from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
@@ -24,15 +24,18 @@ from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
 
 
-def own_losses(traced: TracedGraph) -> tuple[OwnLoss, ...]:
-    """The scalar outputs of which the graph tells what they are; it is changed where terms have to be weighed."""
+def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLoss, ...]:
+    """The scalar outputs of which the graph tells what they are; it is changed where terms have to be weighed.
+
+    Terms that are ``bent``, no linear functions of sums over samples, count by samples.
+    """
     form, arguments = CallForm(traced.model), ArgumentValues(traced)
     found: list[OwnLoss] = []
     names: dict[Node, dict[Node, str]] = {}
     """By node of a loss and of a term of it."""
     with_terms: dict[Node, Combination] = {}
     for path, node in _scalar_outputs(traced):
-        if (parts := combination(traced, node, arguments)) is None:
+        if (parts := combination(traced, node, arguments, bent=bent)) is None:
             continue
         if node not in names:
             names[node] = {term: f"output{trees.path_string(path)} {i}" for i, term in enumerate(parts.counts)}
@@ -45,14 +48,16 @@ def own_losses(traced: TracedGraph) -> tuple[OwnLoss, ...]:
     return tuple(found)
 
 
-def own_comparisons(traced: TracedGraph) -> frozenset[trees.Path]:
-    """Where there are scalar outputs that compare samples.
+def own_mixing(traced: TracedGraph, bent: Collection[Node] = ()) -> dict[trees.Path, Mixing]:
+    """How scalar outputs mix samples, where they do; ``bent`` are those that are known to be no linear function.
 
     Samples are along the first dimension, as many as that of the first argument that has one.
     """
     samples = arguments_of_samples(traced)
     outputs = list(_scalar_outputs(traced))
-    return frozenset(path for path, node in outputs if mixing_of(traced, node, samples) == "compares samples")
+    found: dict[trees.Path, Mixing] = {path: "not linear" for path, node in outputs if node in bent}
+    compared = [path for path, node in outputs if mixing_of(traced, node, samples) == "compares samples"]
+    return found | dict.fromkeys(compared, "compares samples")
 
 
 def _scalar_outputs(traced: TracedGraph) -> Iterator[tuple[trees.Path, Node]]:

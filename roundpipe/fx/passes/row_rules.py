@@ -41,11 +41,10 @@ class Watch(Protocol):
     def check(self, rows: Rows) -> None: ...
 
 
-class OperatorCall:
-    """One call of an operator, with the names of its arguments."""
+class OperatorArguments:
+    """Those of one call of an operator, by name."""
 
-    def __init__(self, watch: Watch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        self.watch = watch
+    def __init__(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         self.func = func
         arguments = func._schema.arguments
         self.values = {
@@ -55,6 +54,21 @@ class OperatorCall:
         self.first: Any = args[0] if args else None
         self.inputs = flat_tensors(args, kwargs)
         self.output = outputs[0]
+
+    def dims(self, name: str = "dim") -> list[int]:
+        """An argument that names dimensions of the first; all if it names none."""
+        value, number = self.values[name], self.first.dim()
+        if value is None or value == []:
+            return list(range(number))
+        return [dim % max(number, 1) for dim in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+class OperatorCall(OperatorArguments):
+    """One call of an operator on rows."""
+
+    def __init__(self, watch: Watch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        super().__init__(func, args, kwargs, outputs)
+        self.watch = watch
 
     def rows(self) -> Rows:
         """Of the first argument."""
@@ -67,13 +81,6 @@ class OperatorCall:
         if any(isinstance(self.watch.found(tensor), tuple) for tensor in self.inputs if tensor is not self.first):
             raise NotRowwise("its other arguments have rows")
         return self.rows()
-
-    def dims(self, name: str = "dim") -> list[int]:
-        """An argument that names dimensions of the first; all if it names none."""
-        value, number = self.values[name], self.first.dim()
-        if value is None or value == []:
-            return list(range(number))
-        return [dim % max(number, 1) for dim in (value if isinstance(value, (list, tuple)) else [value])]
 
     def aligned(self, tensors: Sequence[torch.Tensor], rows: Rows) -> Rows:
         """The rows of a result that some tensors, and a part with known rows, are broadcast to."""

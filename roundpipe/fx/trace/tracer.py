@@ -66,7 +66,7 @@ def trace(
         max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
         dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
         is_pure: a forward that changes anything in Python is refused; it never runs on data.
-        batch: the arguments of which the example is a piece, whose data decide what is asked with True or False.
+        batch: the arguments of which the example is a piece, by whose data the model's code decides.
 
     Returns:
         The graph, with its guards.

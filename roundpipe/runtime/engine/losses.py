@@ -179,7 +179,7 @@ class LossWeights:
         shares that are known; ``ends`` are what it was computed from, in autograd's graph.
         """
         mean, weight = self._mean, losses.weight
-        if own == "compares samples":
+        if own in ("compares samples", "not linear"):
             self.own = own
         if self._counted is not None:
             number, self.own_total = self._counted.num_ranks, self._counted.total

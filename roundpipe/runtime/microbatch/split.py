@@ -107,6 +107,8 @@ def split(
         if shared is not None:
             division.shared = shared
         pieces = division.split(inputs, specs, ())
+        if len(pieces) > 1 and not packed_leaves(inputs):
+            batches = [inputs] * len(pieces)
     labels = division.split_labels(label, config.split_label)
     division.warn()
     all_args, all_kwargs = [args for args, _ in pieces], [kwargs for _, kwargs in pieces]

@@ -1,0 +1,282 @@
+"""For each kind of operator, whether it mixes the samples of a batch; see `sample_dependence`.
+
+Dimensions that count samples, or samples and something else, are known by their sizes.
+
+Invariant: an operator without a rule mixes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+
+from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.fx.locations import model_location, with_source
+from roundpipe.fx.passes.row_rules import OperatorArguments
+from roundpipe.fx.sizes import flat_tensors
+
+PER_PRIME = 4
+"""Samples for each of a prime's, so that halves and quarters of a batch can be told from the whole."""
+
+_REDUCTIONS = frozenset(
+    "sum nansum mean amax amin max min prod any all argmax argmin logsumexp var std var_mean std_mean norm "
+    "linalg_vector_norm median nanmedian mode kthvalue aminmax count_nonzero".split()
+)
+_ALONG = frozenset(
+    "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort flip roll diff".split()
+)
+_PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm linear mv addmv dot vdot".split())
+_PARTS = frozenset("slice split split_with_sizes".split())
+_NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split())
+_TAKING = frozenset("index index_select take gather".split())
+_COUNTING = frozenset("arange linspace".split())
+_CARRYING = _REDUCTIONS | _ALONG | frozenset("_to_copy embedding one_hot".split())
+"""Operators beside pointwise ones whose floats are made of integers' values."""
+_BENT = frozenset(
+    "mul div pow sqrt rsqrt exp expm1 log log1p reciprocal tanh sigmoid softplus dot linalg_vector_norm norm".split()
+)
+"""Functions that no sum goes through; of two factors, one may be none."""
+
+SUMS, ROWS, DEEP = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a tensor."""
+
+    level: int = 0
+    """`SUMS`: it is made of several samples; `ROWS`: so is what it has for each; `DEEP`: and went through weights."""
+    where: str = ""
+    """What mixed them."""
+    is_weight: bool = False
+    is_shuffle: bool = False
+    """Whether it is a random order of samples."""
+    is_learned: bool = False
+    """Whether weights have made it of something else."""
+    is_bent: bool = False
+    """Whether it is no linear function of sums over samples that weights have made."""
+
+
+NOTHING = Known()
+
+
+class DependenceWatch(TorchDispatchMode):
+    """Follows through operators what is made of several samples."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, prime: int) -> None:
+        super().__init__()
+        self.prime = prime
+        self._known: dict[int, Known] = {}
+        self._alive: list[torch.Tensor] = []
+        self.place = ""
+        """What runs, in words."""
+        self.caller: CodeType | None = None
+        """What calls the model's own code while it runs, so that its line can be told."""
+
+    def put(self, tensor: torch.Tensor, known: Known) -> None:
+        self._known[id(tensor)] = known
+        self._alive.append(tensor)
+
+    def known(self, tensor: torch.Tensor) -> Known:
+        return self._known.get(id(tensor), NOTHING)
+
+    def counts_samples(self, size: int) -> bool:
+        return size > 0 and size % self.prime == 0
+
+    def dims(self, tensor: torch.Tensor) -> list[int]:
+        """Those that count samples, or samples and something else."""
+        return [dim for dim, size in enumerate(tensor.shape) if self.counts_samples(size)]
+
+    def is_learned_sum(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a sum over samples that weights have made, and not one for each of them."""
+        known = self.known(tensor)
+        return known.level >= SUMS and known.is_learned and not self.dims(tensor)
+
+    def is_bent(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a scalar that is no linear function of such sums."""
+        return not tensor.ndim and self.known(tensor).is_bent
+
+    def mixed_in(self, output: torch.Tensor) -> str:
+        """What mixes samples in an output: in one with a row for each of them, or in a scalar behind weights."""
+        known = self.known(output)
+        is_mixed = self.dims(output) == [0] and known.level >= ROWS or not output.ndim and known.level == DEEP
+        return known.where if is_mixed else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if outputs := flat_tensors(out):
+            inputs = flat_tensors(args, kwargs)
+            if not hasattr(func, "_schema"):
+                self.carry(inputs, outputs)
+            else:
+                self._note(_DependenceCall(self, func, args, kwargs, outputs))
+        return out
+
+    def _note(self, call: _DependenceCall) -> None:
+        if call.name in ("randperm",) and self.dims(call.output):
+            self.put(call.output, Known(is_shuffle=True))
+            return
+        mixes = False
+        with suppress(LookupError, TypeError, AttributeError):  # arguments of another kind
+            mixes = call.mixes()
+        found = Known(SUMS, f"{call.name} in {self._where()}") if mixes else NOTHING
+        inputs = call.inputs[:1] if call.name in _TAKING else call.inputs  # the others are places
+        self.carry(inputs, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends())
+
+    def carry(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        found: Known = NOTHING,
+        *,
+        takes_integers: bool = False,
+        bends: bool = False,
+    ) -> None:
+        """Results are made of what the inputs are.
+
+        Args:
+            found: what an operator does.
+            takes_integers: whether its floats are made of integers' values.
+            bends: whether it is no linear function.
+        """
+        known = [(tensor, self.known(tensor)) for tensor in inputs]
+        has_weight = any(each.is_weight for _, each in known)
+        are_weights = bool(known) and all(each.is_weight for _, each in known)
+        are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
+        for tensor in outputs:
+            takes = takes_integers or not _is_float(tensor)
+            each = [own for one, own in known if own.level and (takes or _is_float(one))]
+            result = max([found, *each], key=lambda own: own.level)
+            if result.level and self.dims(tensor):
+                level = DEEP if has_weight and result.level >= ROWS else ROWS
+                result = replace(result, level=max(level, result.level))
+            is_learned = any(own.is_learned for _, own in known) or has_weight and not are_weights
+            is_bent = bends or any(own.is_bent for _, own in known)
+            result = replace(
+                result, is_weight=are_weights, is_shuffle=are_shuffles, is_learned=is_learned, is_bent=is_bent
+            )
+            if result != NOTHING or self.known(tensor) != NOTHING:
+                self.put(tensor, result)
+
+    def _where(self) -> str:
+        line = "unknown" if self.caller is None else model_location(self.caller)
+        return self.place if line == "unknown" else with_source(line)
+
+
+class _DependenceCall(OperatorArguments):
+    """A call of an operator, and whether it mixes samples."""
+
+    def __init__(self, watch: DependenceWatch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        super().__init__(func, args, kwargs, outputs)
+        self._watch = watch
+        self.name = str(func._opname if func.namespace == "aten" else func).removesuffix("_")
+        self.outputs = outputs
+        self._is_pointwise = torch.Tag.pointwise in func.tags
+        self.takes_integers = self._is_pointwise or self.name in _CARRYING
+
+    def mixes(self) -> bool:
+        if self.name.startswith("_scaled_dot_product_"):
+            return self._attention()
+        rule = next((rule for names, rule in _RULES if self.name in names), None)
+        if rule is not None and not (self.name in _REDUCTIONS and "other" in self.values):
+            return rule(self)
+        return self._is_pointwise and (self._meet() or self._take_their_number())
+
+    def bends(self) -> bool:
+        """Whether its result is no linear function of sums over samples that weights have made."""
+        if self.name not in _BENT or not _is_float(self.output) or self._watch.dims(self.output):
+            return False
+        sums = [tensor for tensor in self.inputs if self._watch.is_learned_sum(tensor)]
+        if self.name == "div" and len(self.inputs) > 1 and self._watch.is_learned_sum(self.inputs[1]):
+            return True
+        return len(sums) > (1 if self.name in ("mul", "div", "dot") else 0)
+
+    def _along(self) -> bool:
+        """Whether it works along samples; integers that are sorted are numbers of groups, whose order goes with them."""
+        if self.name in ("sort", "argsort") and not _is_float(self.first):
+            return False
+        name = "dim" if "dim" in self.values else "dims"
+        return not set(self.dims(name) if name in self.values else range(self.first.dim())).isdisjoint(self._samples())
+
+    def _samples(self) -> list[int]:
+        return self._watch.dims(self.first)
+
+    def _product(self) -> bool:
+        """Whether it sums over samples, or multiplies each with each."""
+        left, right = self.inputs[:2] if self.name == "linear" else self.inputs[-2:]
+        a, b = (list(map(self._watch.counts_samples, tensor.shape)) for tensor in (left, right))
+        if a[-1] or self.name == "addbmm" and a[0]:
+            return True
+        return self.name != "linear" and left.dim() > 1 and right.dim() > 1 and a[-2] and b[-1]
+
+    def _part(self) -> bool:
+        """Whether it takes some samples, more than one, of those that there are."""
+        (dim,) = self.dims()
+        parts = {tensor.shape[dim] for tensor in self.outputs}
+        return dim in self._samples() and any(1 < part < PER_PRIME * self._watch.prime for part in parts)
+
+    def _norm(self) -> bool:
+        samples = self._samples()
+        number = self.first.dim() - (1 if "group" in self.name else len(self.values["normalized_shape"]))
+        return any(dim >= (1 if "group" in self.name else number) for dim in samples)
+
+    def _convolution(self) -> bool:
+        """Whether it slides over samples."""
+        return any(dim > 1 for dim in self._samples()) and any(size > 1 for size in self.values["weight"].shape[2:])
+
+    def _attention(self) -> bool:
+        return any(self._watch.counts_samples(tensor.shape[-2]) for tensor in self.inputs[:2])
+
+    def _distances(self) -> bool:
+        """Whether it has those of each sample to each."""
+        number = 1 if "pdist" in self.name else 2
+        return all(self._watch.counts_samples(tensor.shape[-2]) for tensor in self.inputs[:number])
+
+    def _takes_shuffled(self) -> bool:
+        return any(self._watch.known(tensor).is_shuffle for tensor in self.inputs)
+
+    def _counts(self) -> bool:
+        """Whether it makes the samples' places, of nothing else."""
+        return bool(self._watch.dims(self.output))
+
+    def _meet(self) -> bool:
+        """Whether samples meet each other by broadcasting."""
+        met = len(self._watch.dims(self.output))
+        return met > 1 and all(len(self._watch.dims(tensor)) < met for tensor in self.inputs)
+
+    def _take_their_number(self) -> bool:
+        """Whether an operand is the number of samples, or that to some power."""
+        plain = [*self.values.values()]
+        return any(map(self._is_their_number, plain)) and any(map(_is_float, self.outputs))
+
+    def _is_their_number(self, value: Any) -> bool:
+        if type(value) not in (int, float) or not value or not math.isfinite(value):
+            return False
+        powers = (abs(value) ** power for power in (1, -1, 2, -2))
+        whole = [round(each) for each in powers if each < 1e9 and math.isclose(each, round(each), rel_tol=1e-9)]
+        return any(self._watch.counts_samples(each) for each in whole)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+_RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
+    (_REDUCTIONS | _ALONG, _DependenceCall._along),
+    (_PRODUCTS, _DependenceCall._product),
+    (_PARTS, _DependenceCall._part),
+    (_NORMS, _DependenceCall._norm),
+    (("convolution",), _DependenceCall._convolution),
+    (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), _DependenceCall._distances),
+    (_TAKING, _DependenceCall._takes_shuffled),
+    (_COUNTING, _DependenceCall._counts),
+)

@@ -1,0 +1,176 @@
+"""Models whose samples depend on each other, so that microbatches can't make up the batch: where a forward mixes them.
+
+The graph runs on fakes of a batch of another size, a multiple of a prime that divides no other size of the model's. So
+every dimension that counts samples, or samples and something else, is known by its size, behind any operator and inside
+of modules, too. A sum, a softmax or a product over such a dimension mixes samples, and what is computed from it does
+not belong to one sample any more. What integers from there are is left open as long as they are places to take values
+from, as those of tokens sorted by expert are. Products and the like of two sums are told of, too, if both are made by
+weights, such as the load balancing of experts: those of microbatches don't add up to it.
+
+Invariant: an operator without a rule mixes nothing. What is told of was found at the same place with two primes, so
+that it is no chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.core.module_tree import modules_in
+from roundpipe.effects.snapshot import python_restored
+from roundpipe.fx.fakes import code_on_fakes, fake_of, recalled, static_mode
+from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.alike import module_key
+from roundpipe.fx.passes.dependence_rules import PER_PRIME, DependenceWatch, Known
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
+from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
+from roundpipe.fx.twin import make_twin
+
+_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDependence:
+    """How the outputs of a model depend on several samples at once."""
+
+    where: str = ""
+    """What mixes samples before they are in an output, in words; empty if nothing shows that any does."""
+    bent: frozenset[Node] = frozenset()
+    """Scalars that are no linear function of sums over samples which weights have made."""
+
+
+def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
+    """What a graph shows of that.
+
+    Samples are along the first dimension, as many as that of the first argument that has one. A scalar may be made of
+    all of them, such as a loss; what weights make of samples that were mixed before is told of there, too.
+    """
+    samples = arguments_of_samples(traced)
+    primes = _usable_primes(traced, samples)[:2]
+    if not samples or len(primes) < 2:
+        return SampleDependence()
+    with code_on_fakes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+        found = _DependenceRun(traced, samples, primes[0]).found()
+        if found != SampleDependence():
+            again = _DependenceRun(traced, samples, primes[1]).found()
+            return SampleDependence(found.where if again.where == found.where else "", again.bent & found.bent)
+    return SampleDependence()
+
+
+def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
+    """Those that divide no size beside the number of samples."""
+    sizes = {size for tensor in (*traced.model.parameters(), *traced.model.buffers()) for size in tensor.shape}
+    for node in traced.placeholders:
+        if isinstance(value := value_of(node), torch.Tensor):
+            sizes.update(map(hint, value.shape[1:] if node in samples else value.shape))
+    return [prime for prime in _PRIMES if all(size % prime or not size for size in sizes)]
+
+
+class _DependenceRun(GraphInterpreter):
+    """A graph on fakes of so many samples for each of a prime's."""
+
+    def __init__(self, traced: TracedGraph, samples: Iterable[Node], prime: int) -> None:
+        super().__init__()
+        self._traced, self._samples, self._number = traced, frozenset(samples), PER_PRIME * prime
+        self._mode = static_mode()
+        self._watch = DependenceWatch(prime)
+        self._made: dict[Hashable, Any] = {}
+        """By kind of module and of what it is called with, what it gives."""
+        self._weights: dict[torch.Tensor, torch.Tensor] = {}
+        values = (value_of(node) for node in self._samples)
+        sizes = {expression_of(value.shape[0]) for value in values if isinstance(value, torch.Tensor)}
+        self._symbols = {size for size in sizes if getattr(size, "is_Symbol", False)}
+
+    def found(self) -> SampleDependence:
+        """What the outputs show."""
+        nodes = [node for node in self._traced.graph.nodes if node.op != "output"]
+        with recalled(self._mode), self._mode:
+            for node in nodes:
+                self.values[node] = self._value(node)
+        outputs = [self.values[node] for node in self._traced.outputs]
+        where = next((where for each in _tensors(outputs) if (where := self._watch.mixed_in(each))), "")
+        scalars = ((node, value) for node, value in self.values.items() if value_of(node) is not None)
+        bent = (node for node, value in scalars for each in _tensors([value]) if self._watch.is_bent(each))
+        return SampleDependence(where, frozenset(bent))
+
+    def _value(self, node: Node) -> Any:
+        if node.op == "placeholder" or isinstance(value_of(node), Symbolic):
+            return self._example(node)
+        if node.op == "get_attr":
+            return self.run_node(node)
+        if producer_of(node) is not node and self.values[producer_of(node)] is None:
+            return self._example(node)  # of a structure that could not be made
+        self._watch.caller = None
+        self._watch.place = f"the forward of {module_of(node) or type(self._traced.model).__name__}"
+        try:
+            with self._watch:
+                return self.run_node(node)
+        except Exception:  # it asks for data, or is for batches of the example's size
+            value = self._example(node)
+            if isinstance(value, torch.Tensor):
+                self._watch.carry(flat_tensors(*self.operands(node.args, node.kwargs)), [value])
+            return value
+
+    def _example(self, node: Node) -> Any:
+        """The node's value at the sizes of the run; None for a structure."""
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor):
+            return self._size(value)
+        shape = [*map(self._size, value.shape)]
+        if node in self._samples:
+            shape[0] = self._number
+        return torch.empty(shape, dtype=value.dtype)
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, Symbolic):
+            return size
+        found = size.node.expr.subs(dict.fromkeys(self._symbols, self._number))
+        if not isinstance(size, torch.SymInt):
+            return size.node.pytype(found) if found.is_number else size.node.hint
+        return int(found) if found.is_number else hint(size)
+
+    def get_attr(self, node: Node) -> Any:
+        value = self._traced.attribute(str(node.target))
+        return self._weight(value) if isinstance(value, torch.Tensor) else value
+
+    def _weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._weights:
+            fake = self._weights[tensor] = fake_of(self._mode, tensor, _CPU)
+            if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
+                self._watch.put(fake, Known(is_weight=True))
+        return self._weights[tensor]
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """What a module gives; of those that are alike, one runs."""
+        module = self._traced.attribute(str(node.target))
+        key = module_key(module, str(node.target)), tuple(map(self._key, trees.leaves((args, kwargs))))
+        if key not in self._made:
+            fakes = {tensor: self._weight(tensor) for tensor in (*module.parameters(), *module.buffers())}
+            twin, _ = make_twin(module, fakes)
+            self._watch.place = f"{node.target}, a {type(module).__name__}"
+            self._watch.caller = _call.__code__
+            with python_restored(modules_in(twin)):
+                self._made[key] = _call(twin, args, kwargs)
+        return self._made[key]
+
+    def _key(self, leaf: Any) -> Hashable:
+        if isinstance(leaf, torch.Tensor):
+            return tuple(leaf.shape), leaf.dtype, self._watch.known(leaf)
+        return leaf if isinstance(leaf, trees.PLAIN) else id(leaf)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return module(*args, **kwargs)

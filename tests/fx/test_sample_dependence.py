@@ -1,0 +1,179 @@
+"""Which models mix the samples of a batch, as their graphs and the code of their modules show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from roundpipe.fx.passes.sample_dependence import dependence_of_samples
+from roundpipe.fx.trace.tracer import trace
+
+NUMBER, WIDTH = 8, 6
+
+
+class Model(nn.Module):
+    """Some layers, and a forward that a test gives."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.table = nn.Embedding(NUMBER, WIDTH)
+        self.softmax = nn.Softmax(dim=0)
+        self.run = run
+
+    def core(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+class Block(nn.Module):
+    """A layer that is a leaf of the graph."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inside = Model(run)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inside(x)
+
+
+class Outer(nn.Module):
+    """Blocks that are small enough to be leaves."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(run), *(Block(lambda model, x: model.core(x)) for _ in range(7))])
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.blocks[0](self.before(x))
+        for block in self.blocks[1:] if made.ndim > 1 else ():
+            made = block(self.after(made))
+        return made
+
+
+def routed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tokens sorted by expert, as by a router, and back."""
+    tokens = model.first(x).reshape(-1, WIDTH)
+    expert = (tokens.sum(-1) > 0).long()
+    by_expert, order = expert.sort()
+    sorted_tokens = tokens[order]
+    made = torch.where((by_expert == 0)[:, None], sorted_tokens @ model.experts[0], sorted_tokens @ model.experts[1])
+    return model.last(made[order.argsort()])
+
+
+def over_capacity(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tokens that come first are taken."""
+    tokens = model.first(x)
+    chosen = F.one_hot((tokens.sum(-1) > 0).long(), 2)
+    is_in = (chosen.cumsum(0) * chosen).sum(-1) <= 4
+    return model.last(tokens * is_in[:, None])
+
+
+def of_pairs(model: Any, x: torch.Tensor) -> torch.Tensor:
+    one, other = model.first(x).chunk(2)
+    return model.last(torch.cat([one * other, one - other]))
+
+
+MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "flip": lambda model, x: model.core(0.7 * x + 0.3 * x.flip(0)),
+    "roll": lambda model, x: model.core(x + x.roll(1, 0)),
+    "mean": lambda model, x: model.core(x - x.mean(0)),
+    "max": lambda model, x: model.core(x / x.abs().max()),
+    "std": lambda model, x: model.core(x) + model.first(x).std(0).mean(),
+    "softmax": lambda model, x: model.core(x) * torch.softmax(model.first(x)[:, :1], 0),
+    "softmax of a module": lambda model, x: model.core(model.softmax(x)),
+    "cumsum": lambda model, x: model.core(x.cumsum(0)),
+    "attention": lambda model, x: model.last((model.first(x) @ model.second(x).T).softmax(-1) @ x),
+    "fused attention": lambda model, x: model.last(F.scaled_dot_product_attention(*[model.first(x)[None]] * 3)[0]),
+    "attention of a module": lambda model, x: model.last(model.attention(*[x[None]] * 3)[0][0]),
+    "convolution": lambda model, x: model.last(model.conv(x.T[None])[0].T),
+    "number": lambda model, x: model.core(x) / x.shape[0],
+    "root of the number": lambda model, x: model.core(x) * x.shape[0] ** -0.5,
+    "place": lambda model, x: model.core(x + torch.arange(len(x))[:, None] * 0.1),
+    "embedded place": lambda model, x: model.core(x + model.table(torch.arange(len(x)))),
+    "shuffle": lambda model, x: model.core(x + x[torch.randperm(len(x))]),
+    "pairs": of_pairs,
+    "neighbours": lambda model, x: model.core(torch.cat([x[:1], x[1:] - x[:-1]])),
+    "distances": lambda model, x: model.core(x * torch.cdist(x, x).mean(-1, keepdim=True)),
+    "differences": lambda model, x: model.core((x[:, None] - x[None]).abs().amax(1)),
+    "capacity": over_capacity,
+    "scaled loss": lambda model, x: model.core(x - x.mean(0)).square().mean(),
+    "layer norm": lambda model, x: model.core(F.layer_norm(x.T, (len(x),)).T),
+}
+APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "nothing": lambda model, x: model.core(x),
+    "a loss": lambda model, x: model.core(x).square().mean(),
+    "a sum over their number": lambda model, x: (model.core(x).square() / x.shape[0]).sum(),
+    "a scaled loss": lambda model, x: model.core(x).square().mean() * model.scale.exp(),
+    "two in one batch": lambda model, x: torch.mul(*model.core(torch.cat([x, x + 1])).chunk(2)),
+    "one after the other": lambda model, x: torch.stack([model.core(sample) for sample in x]),
+    "one out of each": lambda model, x: model.core(x)[torch.arange(len(x)), x.argmax(-1) % 3],
+    "a router": routed,
+    "norms": lambda model, x: model.core(F.layer_norm(x, (WIDTH,)) + F.group_norm(x, 2) + x / x.norm(dim=-1)[:, None]),
+    "attention in each": lambda model, x: model.last(model.attention(*[x[:, None].repeat(1, 5, 1)] * 3)[0]).mean(1),
+    "windows": lambda model, x: model.core(x.view(-1, 2, 3).softmax(1).transpose(1, 2).reshape(-1, WIDTH)),
+    "what is not read": lambda model, x: (model.core(x), x.mean(0))[0],
+    "noise": lambda model, x: model.core(x + torch.randn(len(x), 1) * 0.1),
+    "convolution of each": lambda model, x: model.last(model.conv(x[..., None].repeat(1, 1, 5)).mean(-1)),
+}
+
+
+def where(model: nn.Module, number: int = NUMBER) -> str:
+    return dependence_of_samples(trace(model, (torch.randn(number, WIDTH),), {})).where
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_samples_is_found(name: str) -> None:
+    assert where(Model(MIXED[name]))
+    assert where(Outer(MIXED[name]))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_samples_apart_is_left_alone(name: str) -> None:
+    assert where(Model(APART[name])) == ""
+    assert where(Outer(APART[name])) == ""
+    assert where(Model(APART[name]), number=1) == ""
+
+
+def test_the_line_is_named_where_a_module_has_it() -> None:
+    graph = where(Model(MIXED["mean"]))
+    assert graph == "mean in the forward of Model"
+    line = where(Outer(MIXED["mean"]))
+    assert line.startswith("mean in ") and "test_sample_dependence.py:" in line and "x - x.mean(0)" in line
+
+
+def balanced(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    shares = model.core(x).softmax(-1)
+    chosen = F.one_hot(shares.argmax(-1), 3).float()
+    product = (chosen.mean(0) * shares.mean(0)).sum()
+    weighed = (shares * x[:, :3]).sum() / x[:, :3].sum()
+    return {
+        "balance": 0.1 * product,
+        "both": shares.square().mean() + product,
+        "root": shares.square().mean().sqrt(),
+        "quotient": shares[:, 0].sum() / shares[:, 1].sum(),
+        "mean": shares.square().mean(),
+        "weighed": weighed,
+        "learned": shares.square().mean() * model.scale.squeeze() + model.scale.square().squeeze(),
+        "centre": (shares[:, 0] - shares[:, 1]).abs().mean(),
+    }
+
+
+def test_functions_of_sums_that_weights_have_made_are_found() -> None:
+    for model in (Model(balanced), Block(balanced)):
+        traced = trace(model, (torch.randn(NUMBER, WIDTH),), {})
+        bent = {node.name for node in dependence_of_samples(traced).bent}
+        found = {name for name, leaf in traced.output.items() if leaf.name in bent}
+        assert found == {"balance", "both", "root", "quotient"}

@@ -1,0 +1,182 @@
+"""Models whose samples depend on each other: a batch of them stays in one piece, or it is said what differs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+
+DTYPE = torch.float64
+DEVICES = ["cpu", "cpu"]
+NUMBER, WIDTH = 7, 6
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of a batch in front of its layers, or inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(0)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(NUMBER, WIDTH, dtype=DTYPE), torch.randint(WIDTH, (NUMBER,))
+
+
+def train(piped: Any, *options: RoundPipeRunConfig) -> tuple[torch.Tensor, list[str]]:
+    x, label = batch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            piped.zero_grad()
+            given = {"run_config": options[0]} if options else {}
+            loss = piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean", **given)
+            piped.synchronize()
+    return loss, [str(each.message) for each in caught if "mixes the samples" in str(each.message)]
+
+
+@pytest.mark.parametrize("number", [None, "auto", 3])
+def test_a_batch_is_cut_only_if_somebody_says_so(number: Any) -> None:
+    torch.manual_seed(0)
+    model = Centred().to(DTYPE)
+    x, label = batch()
+    reference = copy.deepcopy(model)
+    expected = F.cross_entropy(reference(x), label)
+    expected.backward()
+    options = () if number is None else (RoundPipeRunConfig(num_microbatch=number),)
+    with roundpipe.compile(model, devices=DEVICES) as piped:
+        loss, told = train(piped, *options)
+        assert len(told) == 1 and "mean in the forward of Centred" in told[0]
+        is_same = torch.allclose(loss, expected, rtol=1e-12)
+        assert is_same is (number != 3)
+        assert ("Each of the 3 microbatches has only its own samples" if number == 3 else "not cut") in told[0]
+        if is_same:
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad)
+            piped.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(piped(x), reference(x))
+
+
+def test_a_number_given_to_the_model_stays_too() -> None:
+    with roundpipe.compile(
+        Centred().to(DTYPE), devices=DEVICES, model_run_config=RoundPipeRunConfig(num_microbatch=2)
+    ) as piped:
+        _, told = train(piped)
+        assert len(told) == 1 and "Each of the 2 microbatches" in told[0]
+        _, told = train(piped, RoundPipeRunConfig(num_microbatch=1))
+        assert not told
+
+
+def test_explain_says_where_samples_are_mixed() -> None:
+    found = roundpipe.explain(Centred(), (torch.randn(NUMBER, WIDTH),))
+    assert "Where the samples of a batch are mixed\n  mean in the forward of Centred" in str(found)
+    assert found.as_json()["mixes_samples"] == "mean in the forward of Centred"
+
+
+class Trimmed(nn.Module):
+    """Cuts a batch to its longest sample, and averages over what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        ids = ids[:, : int(lengths.max())]
+        return self.head(torch.relu(self.layer(self.table(ids))).mean(1))
+
+
+def test_the_longest_sample_is_that_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model = Trimmed().to(DTYPE)
+    reference = copy.deepcopy(model)
+    ids, label = torch.randint(20, (NUMBER, 9)), torch.randint(4, (NUMBER,))
+    with roundpipe.compile(model, devices=DEVICES) as piped:
+        for lengths in ([6, 2, 3, 1, 2, 4, 3], [2, 2, 3, 1, 2, 6, 3], [2, 5, 3, 1, 2, 4, 3]):
+            lengths = torch.tensor(lengths)
+            piped.zero_grad()
+            reference.zero_grad()
+            loss = piped.forward_backward((ids, lengths), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+            piped.synchronize()
+            expected = F.cross_entropy(reference(ids, lengths), label)
+            expected.backward()
+            torch.testing.assert_close(loss, expected)
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad)
+        assert piped.trace_count == 2  # for the lengths 6 and 5
+
+
+class Balanced(nn.Module):
+    """A classifier of tokens whose loss has a mean over those that count, and a product of means over all."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.table, self.router = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 3)
+        self.experts, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 20)
+        self.weight = weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(ids).flatten(0, 1)
+        shares = self.router(x).softmax(-1)
+        chosen = F.one_hot(shares.argmax(-1), 3).to(shares.dtype)
+        x = sum(expert(x) * (chosen * shares)[:, index, None] for index, expert in enumerate(self.experts))
+        loss = F.cross_entropy(self.head(x), labels.flatten())
+        return {"loss": loss + self.weight * 3 * (chosen.mean(0) * shares.mean(0)).sum()}
+
+
+@pytest.mark.parametrize("weight", [1e-9, 0.5])
+def test_products_of_means_count_by_samples_and_means_by_their_targets(weight: float) -> None:
+    torch.manual_seed(0)
+    model = Balanced(weight).to(DTYPE)
+    reference = copy.deepcopy(model)
+    ids = torch.randint(20, (NUMBER, 9))
+    labels = ids.clone()
+    labels[0, 1:] = labels[3, 4:] = -100
+    given = {"ids": ids, "labels": labels}
+    expected = reference(**given)["loss"]
+    expected.backward()
+    pieces = zip(ids.split([3, 2, 2]), labels.split([3, 2, 2]), strict=True)
+    with torch.no_grad():
+        products = [
+            (reference(*piece)["loss"] - F.cross_entropy(_scores(reference, piece[0]), piece[1].flatten()))
+            * len(piece[0])
+            for piece in pieces
+        ]
+        by_samples = sum(products) / NUMBER + F.cross_entropy(_scores(reference, ids), labels.flatten())
+    with (
+        roundpipe.compile(model, devices=DEVICES) as piped,
+        pytest.warns(UserWarning, match="has products or other functions of means over the batch"),
+    ):
+        loss = piped.forward_backward(
+            input_kwargs=given, loss_fn=lambda outputs, _: outputs["loss"], loss_reduction="mean"
+        )
+        piped.synchronize()
+    torch.testing.assert_close(loss, by_samples)
+    if weight < 1e-6:
+        torch.testing.assert_close(loss, expected.detach())
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-8)
+
+
+def _scores(model: Balanced, ids: torch.Tensor) -> torch.Tensor:
+    """What the head gives."""
+    found: list[torch.Tensor] = []
+    handle = model.head.register_forward_hook(lambda module, args, output: found.append(output))
+    model(ids, ids)
+    handle.remove()
+    return found[0]
