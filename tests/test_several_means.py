@@ -254,12 +254,13 @@ def test_microbatches_of_several_traces_in_one_round(loss_fn):
     torch.manual_seed(0)
     model, given = MaskedLoss(depth=2).double(), labelled()
     reference = copy.deepcopy(model)
-    parts = [reference(**piece)["scores"] for piece in pieces(given, 4)]  # 2, 2, 2, 1 samples
+    split = list(pieces(given, 4))  # 2, 2, 2, 1 samples; of a batch, one way would be that of all
+    parts = [reference(**piece)["scores"] for piece in split]
     expected = each_by_its_targets({"scores": torch.cat(parts)}, given["labels"])
     torch.autograd.backward(expected)
-    config = RoundPipeRunConfig(4, loss_reduction="mean")
+    config = RoundPipeRunConfig(loss_reduction="mean")
     with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=config) as piped:
-        found = piped.forward_backward(input_kwargs=given, label=given["labels"], loss_fn=loss_fn)
+        found = piped.forward_backward(input_kwargs=split, label=[each["labels"] for each in split], loss_fn=loss_fn)
         piped.synchronize()
         assert piped.trace_count >= 3
         assert_equal(found, sum(expected).detach() if loss_fn is own else detached(expected))
@@ -383,7 +384,7 @@ KINDS = {
     "contrastive": "compares samples with each other",
     "contrastive by labels": "compares samples with each other",
     "product": "is put together by the samples of the 3 microbatches",
-    "load balance": "is put together by the samples of the 3 microbatches",
+    "load balance": "has products or other functions of means over the batch",
     "targets of outputs": "is put together by the samples of the 3 microbatches",
     "written": "is put together by the samples of the 3 microbatches",
     "written through a view": "is put together by the samples of the 3 microbatches",

@@ -62,7 +62,7 @@ def test_nothing_given_is_the_built_in():
 
 def test_fields_of_given_and_resolved_are_the_same():
     names = [field.name for field in dataclasses.fields(RoundPipeRunConfig)]
-    assert [*names, "auto"] == [field.name for field in dataclasses.fields(ResolvedConfig)]
+    assert [*names, "auto", "is_number_given"] == [field.name for field in dataclasses.fields(ResolvedConfig)]
     assert names == list(GIVEN)
 
 
@@ -70,7 +70,7 @@ def test_options_left_to_choice_hold_what_is_built_in():
     left = RoundPipeRunConfig(num_microbatch="auto", recompute_grain="auto")
     resolved = resolve(RoundPipeRunConfig(recompute_grain="layer"), left, num_devices=2)
     assert (resolved.num_microbatch, resolved.recompute_grain, resolved.auto) == (3, "layer", {"num_microbatch"})
-    assert resolve(None, None, num_devices=2).auto == frozenset()
+    assert resolve(None, None, num_devices=2).auto == frozenset() and not resolved.is_number_given
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -85,7 +85,8 @@ def test_call_over_model_over_built_in(name):
     ]:
         resolved = resolve(*configs, num_devices=1)
         assert getattr(resolved, name) == expected
-        assert dataclasses.replace(resolved, **{name: getattr(built_in, name)}) == built_in
+        assert resolved.is_number_given is (name == "num_microbatch")
+        assert dataclasses.replace(resolved, is_number_given=False, **{name: getattr(built_in, name)}) == built_in
     assert resolve(empty, empty, num_devices=1) == built_in
 
 

@@ -257,7 +257,7 @@ def test_microbatches_of_other_traces_count_in_a_proposal():
             self.linear = nn.Linear(32, 32)
 
         def forward(self, x, flags):
-            return self.linear(x).tanh() if flags.sum() > 0 else self.linear(x)
+            return self.linear(x).tanh() if int(flags[0]) > 0 else self.linear(x)
 
     x, flags = batch(256, 32).float(), torch.arange(2).repeat_interleave(128)
     with roundpipe.compile(ByMode(), devices=[Device("cpu", memory_bytes=100_000)]) as piped:

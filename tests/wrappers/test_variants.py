@@ -1,4 +1,7 @@
-"""Microbatches that need different traces run in one round, as each would alone."""
+"""Microbatches that need different traces run in one round, as each would alone.
+
+Most are given one by one: where a call cuts a batch, its data decide for all pieces.
+"""
 
 import copy
 import logging
@@ -109,7 +112,7 @@ def test_traces_in_which_other_layers_are_heavy_are_cut_alike(caplog):
     alone = [len(lower(trace(model, (), example)).chain) for example in (given, whole)]
     assert alone[1] > alone[0] + 2
     with caplog.at_level(logging.INFO, "roundpipe"), roundpipe.compile(model, devices=["cpu"] * 2) as piped:
-        found = piped.forward_backward(input_kwargs=given, loss_fn=total, run_config=config(3))
+        found = piped.forward_backward(input_kwargs=list(pieces(given, 3)), loss_fn=total)
         piped.synchronize()
         assert piped._session.engine.steps.num_begun == 1 and piped.trace_count == 2  # see above
     loss = sum(map(total, expected := each(reference, given, 3), expected))
@@ -205,7 +208,7 @@ def test_several_rounds_are_logged_once(caplog):
     model, given = Longer().double(), arguments()
     with roundpipe.compile(model, devices="cpu") as piped:
         for _ in range(2):
-            piped.forward_backward(input_kwargs=given, loss_fn=total, run_config=config(4))
+            piped.forward_backward(input_kwargs=list(pieces(given, 4)), loss_fn=total)
     assert caplog.text.count("one call runs as 3 rounds") == 1
 
 
@@ -230,7 +233,7 @@ def test_the_loss_is_a_part_of_the_last_layer_of_each(runs):
     logits_bytes = 64 * 4096 * 8
     with roundpipe.compile(model, devices=[roundpipe.Device("cpu", memory_bytes=logits_bytes // 2)]) as piped:
         found = piped.forward_backward(
-            input_kwargs=given, loss_fn=lambda outputs, _: outputs["loss"], run_config=config(2), loss_reduction="mean"
+            input_kwargs=list(pieces(given, 2)), loss_fn=lambda outputs, _: outputs["loss"], loss_reduction="mean"
         )
         assert runs["tiled in tail"] >= 2 and piped.trace_count == 2
         assert piped.peak_device_bytes() <= logits_bytes // 2

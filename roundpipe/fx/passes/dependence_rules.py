@@ -201,7 +201,7 @@ class _DependenceCall(OperatorArguments):
         return len(sums) > (1 if self.name in ("mul", "div", "dot") else 0)
 
     def _along(self) -> bool:
-        """Whether it works along samples; integers that are sorted are numbers of groups, whose order goes with them."""
+        """Whether it works along samples; what is sorted by integers goes with its group, as a router's tokens do."""
         if self.name in ("sort", "argsort") and not _is_float(self.first):
             return False
         name = "dim" if "dim" in self.values else "dims"
