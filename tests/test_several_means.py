@@ -255,9 +255,8 @@ def test_microbatches_of_several_traces_in_one_round(loss_fn):
     model, given = MaskedLoss(depth=2).double(), labelled()
     reference = copy.deepcopy(model)
     split = list(pieces(given, 4))  # 2, 2, 2, 1 samples; of a batch, one way would be that of all
-    parts = [reference(**piece)["scores"] for piece in split]
-    expected = each_by_its_targets({"scores": torch.cat(parts)}, given["labels"])
-    torch.autograd.backward(expected)
+    scores = torch.cat([reference(**piece)["scores"] for piece in split])
+    torch.autograd.backward(expected := each_by_its_targets({"scores": scores}, given["labels"]))
     config = RoundPipeRunConfig(loss_reduction="mean")
     with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=config) as piped:
         found = piped.forward_backward(input_kwargs=split, label=[each["labels"] for each in split], loss_fn=loss_fn)
