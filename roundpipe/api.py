@@ -88,7 +88,7 @@ def compile(
         TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
     check_wrappable(model, "compile")
-    settle_reads_of(model)
+    settle_reads_of(model.parameters())
     check_flag("fallback", fallback)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
@@ -162,7 +162,7 @@ def wrap_model_to_roundpipe(
         NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
     check_wrappable(model, "wrap_model_to_roundpipe")
-    settle_reads_of(model)
+    settle_reads_of(model.parameters())
     check_type("use_sequential_preset", use_sequential_preset, bool | None, "True, False or None")
     settings = {"name": name, **{key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}}
     tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}

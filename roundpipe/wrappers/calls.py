@@ -46,7 +46,7 @@ from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
-from roundpipe.wrappers.host_gradients import tensors_reached_by
+from roundpipe.wrappers.host_gradients import reaches, wait_for_weights
 from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
@@ -110,7 +110,7 @@ class ChainRunner(Runner):
         session, has_backward = self.session, training.has_backward
         config = self._resolve(training.options)
         if config.loss_scope == "batch":
-            self._wait_for_weights(training.loss_fn)
+            wait_for_weights(session, self.model, training.loss_fn)
             return train_on_batch(self.forward, session, training, is_mean=config.loss_reduction == "mean")
         session.begin_call(adds_gradients=has_backward)
         calls, options = self._calls(
@@ -127,8 +127,10 @@ class ChainRunner(Runner):
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
         count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
-        reads = session.optimizer.may_have_twins and has_backward and self._reads_weights(training.loss_fn)
-        alone = self._wait_for_weights(training.loss_fn)
+        reads = (
+            session.optimizer.may_have_twins and has_backward and reaches(training.loss_fn, parameters_in(self.model))
+        )
+        alone = wait_for_weights(session, self.model, training.loss_fn)
         losses: list[Any] = []
         outputs: list[Any] = []
         inputs: list[torch.Tensor] = []
@@ -299,20 +301,6 @@ class ChainRunner(Runner):
         self.source, calls = cut_to_fit(self.source, calls, builder.plans, builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain
         return calls, options
-
-    def _wait_for_weights(self, loss_fn: LossFunction) -> bool:
-        """Whether a ``loss_fn`` reads weights that an update may write; returns when that is over."""
-        optimizer, gates = self.session.optimizer, self.session.gates
-        if not (optimizer.is_async and self._reads_weights(loss_fn)):
-            return False
-        for gate in (gates.weights, gates.gradients):
-            gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
-        return True
-
-    def _reads_weights(self, function: Any) -> bool:
-        """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
-        tensors = {id(each) for each in tensors_reached_by(function)}
-        return bool(tensors) and not tensors.isdisjoint(map(id, parameters_in(self.model)))
 
 
 def _chains(source: ChainSource, pieces: Split) -> list[LayerChain] | None:

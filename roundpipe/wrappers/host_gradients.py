@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.effects.uses import reached_by
+from roundpipe.runtime.optimizer.reads import settle_reads_of
 from roundpipe.runtime.weights.gradient_counts import GradientCounts
 from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.session import Session
 
 
 class HostGradients:
@@ -60,6 +63,36 @@ class HostGradients:
                     gradient.copy_(values)
             leaf.grad = gradient
         self._numbers = self._counts.of(self._reached.values(), self._wait_idle)
+
+
+def wait_for_weights(session: Session, model: nn.Module, loss_fn: Any) -> bool:
+    """Whether a ``loss_fn`` reads weights that an update may write, or trains others; returns when that is over.
+
+    What else it trains, such as a critic or a learned temperature, the caller's own code and ``step_fn`` write.
+    """
+    own, waiter = parameters_in(model), f"a loss_fn that reads weights of {session.name}, or trains others,"
+    others = _trained_by(loss_fn, own)
+    if not (session.optimizer.is_async and (others or reaches(loss_fn, own))):
+        return False
+    if others:
+        settle_reads_of(others, trains=True)
+        session.optimizer.wait(waiter)
+    for gate in (session.gates.weights, session.gates.gradients):
+        gate.wait(own, waiter)
+    return True
+
+
+def reaches(function: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a function may read some of these on the host."""
+    reached = set(map(id, tensors_reached_by(function)))
+    return bool(reached) and not reached.isdisjoint(map(id, tensors))
+
+
+def _trained_by(function: Any, others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that a backward of what a function gives may add gradients to, beside ``others``."""
+    trained = {id(each): each for each in tensors_reached_by(function) if each.is_leaf and each.requires_grad}
+    known = set(map(id, others)) if trained else ()
+    return [each for key, each in trained.items() if key not in known]
 
 
 def tensors_reached_by(function: Any) -> Iterator[torch.Tensor]:

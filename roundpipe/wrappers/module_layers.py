@@ -213,7 +213,7 @@ class ModuleSource(FixedChain):
     """The chain of a model's `layers_of`, for all arguments, until the model's structure changes."""
 
     def __init__(self, model: nn.Module) -> None:
-        settle_reads_of(model)
+        settle_reads_of(model.parameters())
         super().__init__(layers_of(model))
         self._model = model
         self._structure = Structure(model.modules())

@@ -1,5 +1,6 @@
 """``zero_grad()`` of the optimizer itself beside `step`: behind, before and between rounds, as in a plain loop."""
 
+import copy
 import threading
 
 import pytest
@@ -82,3 +83,23 @@ def test_other_optimizers_clear_at_once():
         optimizer.zero_grad()
         assert weight.grad is None
         may_go.set()
+
+
+def test_gradients_that_a_plain_backward_has_added_are_cleared_too():
+    """As of a penalty on gradients, which needs the model itself."""
+    torch.manual_seed(0)
+    model = mlp()
+    reference = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        parameters = (piped.optim_parameters(), reference.parameters())
+        optimizers = [torch.optim.SGD(each, lr=LR) for each in parameters]
+        for number in range(3):
+            for net, called, optimizer in zip((model, reference), (piped, reference), optimizers, strict=True):
+                optimizer.zero_grad()
+                assert all(parameter.grad is None for parameter in net.parameters())
+                x = batch(seed=number).requires_grad_()
+                (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+                gradient.square().mean().backward()
+                called(x.detach()).square().mean().backward()
+                optimizer.step()
+        assert_same(dict(model.state_dict()), dict(reference.state_dict()), atol=1e-12)

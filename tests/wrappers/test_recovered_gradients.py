@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -80,28 +81,28 @@ class Told(nn.Parameter):
 
 
 def test_gradients_that_an_update_is_about_to_drop_are_not_read():
-    """A read of ``.grad`` beside a thread that sets it can end the process."""
+    """A read of ``.grad`` beside a thread that sets it can end the process: a loss that trains more waits for it."""
     model, loss_fn = model_of(Fault()), Loss(nn.Linear(1, 1))
     loss_fn.scale = Told(torch.ones((), dtype=DTYPE))
-    dropped, called = threading.Event(), threading.Event()
+    dropped, early = threading.Event(), []
 
     def update():
         ours.step()
         loss_fn.scale.grad = None
         dropped.set()
-        assert called.wait(30)
+        time.sleep(0.2)
+        early.extend(loss_fn.scale.reads)
 
     with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
         ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
         loss_fn.scale.reads = []
         for _ in range(2):
             piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
-        piped.step(update)
-        assert dropped.wait(30)
         del loss_fn.scale.reads[:]
+        handle = piped.step(update)
+        assert dropped.wait(30)
         piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
-        assert not loss_fn.scale.reads
-        called.set()
+        assert handle.done() and not early
         piped.synchronize()
         assert loss_fn.scale.grad is not None and loss_fn.scale._post_accumulate_grad_hooks
     assert not loss_fn.scale._post_accumulate_grad_hooks

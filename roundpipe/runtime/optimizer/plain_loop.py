@@ -69,6 +69,8 @@ class PlainSteps(ABC):
         self._stepping: list[ParameterPair] = []
         """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
         self._has_new_gradients = False
+        self.is_trained_elsewhere = False
+        """Whether a loss of another model may have added gradients to the model's parameters."""
         """Whether a call may have brought gradients since the last step."""
         self.adds_up = False
         """Whether rounds add to gradients that those before have brought, as no step has taken them."""
@@ -163,15 +165,22 @@ class PlainSteps(ABC):
 
     def before_plain_clear(self, parameters: frozenset[int], clear: Callable[[], None]) -> bool:
         """An optimizer that has these, by id, is about to clear their gradients; true: done behind the update."""
-        if self._loop != "steps" or self._closed or self.is_calling or self._runner.is_inside or not self.is_callers:
+        if self._closed or self.is_calling or self._runner.is_inside or not self.is_callers:
             return False
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
         cleared = [copies[each] for each in parameters if each in copies]
-        if cleared and (self._has_new_gradients or self._is_settled):  # a batch that is left out, or what is shown
-            self._ready("optimizer.zero_grad()")
+        is_quiet = self._updates.is_idle and not self._steps.running()
+        if self._loop != "steps" and not is_quiet:
+            return False
+        # a batch that is left out, what is shown, and what other backwards add to the model itself
+        is_due = self._has_new_gradients or self._is_settled or self.is_trained_elsewhere
+        if cleared and (is_quiet or is_due):
+            if is_due and self._loop == "steps":
+                self._ready("optimizer.zero_grad()")
             for pair in cleared:
                 pair.holder.grad = pair.parameter.grad = None
             self._has_new_gradients &= len(cleared) < len(copies)
+            self.is_trained_elsewhere &= len(cleared) < len(copies)
         elif cleared and len(cleared) == len(parameters):
             return self._updates.after_update(clear)
         elif cleared:

@@ -5,7 +5,7 @@
     the same of a parameter        torch has no hook for it, so the two methods of `nn.Parameter` are wrapped
     a call that does not train     a hook before each module's forward, only while an update or a round is under way and
                                    no call of the wrapper runs: no layer, no trace and no copy ever finds one
-    another wrapper                made of the same model, it asks by `settle_reads_of`
+    another wrapper                made of the same model, or whose loss trains it, asks by `settle_reads_of`
 
 Whoever reads waits for what is under way, as `RoundPipe.synchronize` does. Reads in threads other than the one that
 trains, and of a parameter's values, can't be seen.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.module_tree import modules_in, parameters_in
+from roundpipe.core.module_tree import modules_in
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 _READ_LAST = ("_parameters", "_buffers", "_forward_pre_hooks")
@@ -59,11 +59,17 @@ class _BeforeForward(_ReadHook):
             self.settle()
 
 
-def settle_reads_of(model: nn.Module) -> None:
-    """Wait for what a model lacks, as a read of it does, before it is given to another wrapper than its own ones."""
+def settle_reads_of(parameters: Iterable[torch.Tensor], *, trains: bool = False) -> None:
+    """Wait for what models lack that have some of these, as a read of them does, before another wrapper reads them.
+
+    Args:
+        parameters: of any models.
+        trains: whether it adds gradients to them, too.
+    """
+    parameters = list(parameters)
     for watch in list(_watches or ()):
-        if (parameter := next(filter(watch.is_of, parameters_in(model)), None)) is not None:
-            watch.settle(parameter)
+        if (parameter := next(filter(watch.is_of, parameters), None)) is not None:
+            watch.settle(parameter, trains=trains)
 
 
 _PRE_HOOKS = operator.itemgetter("_forward_pre_hooks")
@@ -114,11 +120,11 @@ class ReadWatch:
         self._attributes = [module.__dict__ for module in self._modules]
         _open(self)
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
+    def is_of(self, parameter: torch.Tensor) -> bool:
         """Whether it is the model's."""
         return self._optimizer.has(parameter)
 
-    def settle(self, parameter: nn.Parameter | None = None, *, looks: bool = False) -> None:
+    def settle(self, parameter: torch.Tensor | None = None, *, looks: bool = False, trains: bool = False) -> None:
         """Wait for what the model lacks, if a parameter is given only where it is the model's.
 
         A worker that calls a layer may find the hook, too, and passes.
@@ -128,6 +134,7 @@ class ReadWatch:
         if self._optimizer.is_callers:
             self.close_forward()
         self._optimizer.settle(looks=looks)
+        self._optimizer.is_trained_elsewhere |= trains
 
     def open_forward(self) -> None:
         """Calls are read from now on, if the model lacks something."""
