@@ -150,6 +150,7 @@ class Session:
         """Around a call, after those of other threads; one that only ``reads`` the weights waits for the latest."""
         self.check_callable()
         with self.optimizer.turn():
+            self.reads.settle_others()
             if reads:
                 self.optimizer.settle()
             self.reads.close_forward()

@@ -163,6 +163,13 @@ class PlainSteps(ABC):
             self._updates.run(stepping, self._write_now)
             self._scalers.publish()
 
+    def before_state(self, parameters: frozenset[int]) -> None:
+        """The states of an optimizer that has these, by id, are about to be read or written."""
+        if self._closed or self._updates.is_idle or self._runner.is_inside or not self._gates.board.is_here:
+            return
+        if any(id(pair.copy) in parameters for pair in self._pairs):
+            self._updates.wait("a read of an optimizer's states")
+
     def before_plain_clear(self, parameters: frozenset[int], clear: Callable[[], None]) -> bool:
         """An optimizer that has these, by id, is about to clear their gradients; true: done behind the update."""
         if self._closed or self.is_calling or self._runner.is_inside or not self.is_callers:
@@ -201,6 +208,8 @@ def watch(side: PlainSteps) -> None:
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
             setattr(torch.optim.Optimizer, "zero_grad", _clear)  # noqa: B010 - not a method of ours, says mypy
+            for name in ("state_dict", "load_state_dict"):
+                setattr(torch.optim.Optimizer, name, _behind_updates(getattr(torch.optim.Optimizer, name)))
             for name in _CLIPPING:
                 setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name)))
         _watching = (*(each for each in _watching or () if each() is not None), weakref.ref(side))
@@ -257,10 +266,27 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
     def clip(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        if (runner := UpdateRunner.running()) is not None and args and not isinstance(args[0], torch.Tensor):
+            args = list(args[0]), *args[1:]
+            runner.before_clipping(args[0])
         with torchs_own():
             return function(*args, **kwargs)
 
     return clip
+
+
+def _behind_updates(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method by which an optimizer's states are read or written, after the update that is under way."""
+
+    @functools.wraps(method)
+    @never_compiled  # it may wait for threads
+    def behind(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        parameters = _ids(optimizer) if _watching else frozenset[int]()
+        for side in _sides():
+            side.before_state(parameters)
+        return method(optimizer, *args, **kwargs)
+
+    return behind
 
 
 _zero_grad = torch.optim.Optimizer.zero_grad

@@ -136,6 +136,14 @@ class ReadWatch:
         self._optimizer.settle(looks=looks)
         self._optimizer.is_trained_elsewhere |= trains
 
+    def settle_others(self) -> None:
+        """Wait for what other wrappers of some of the model's parameters have under way."""
+        for watch in list(_watches or ()):
+            if watch is not self and watch._optimizer.is_stale:
+                own = (parameter for module in self._modules for parameter in module._parameters.values())
+                if (shared := next((each for each in own if each is not None and watch.is_of(each)), None)) is not None:
+                    watch.settle(shared)
+
     def open_forward(self) -> None:
         """Calls are read from now on, if the model lacks something."""
         if not self._is_open and self._optimizer.is_stale:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.optimizer.pieces import PiecewiseUpdates
+from roundpipe.runtime.optimizer.wrong_parameters import WrongParameters
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import Board
@@ -156,11 +157,13 @@ class UpdateRunner:
         self._looks = True
         self._due: frozenset[int] = frozenset()
         """Copies with gradients, by id, while it is looked whether ``step_fn`` changes one."""
-        self._due_warning = ""
+        self._warnings: list[str] = []
+        """What updates have found, for the training thread to say."""
         self._pairs: Sequence[ParameterPair] = ()
         """Of the ``step_fn`` that runs."""
-        self._checked: frozenset[int] = frozenset()
-        """The parameters of the optimizer that was looked at last, by id."""
+        self._checked: set[frozenset[int]] = set()
+        """The parameters of each optimizer that has stepped, by id."""
+        self._wrong = WrongParameters()
 
     @property
     def is_inside(self) -> bool:
@@ -213,7 +216,7 @@ class UpdateRunner:
         """What it returns; an error of it gains a note that says in which step it was raised."""
         token, self._pairs = _RUNNING.set(self), pairs
         if self.options.has_changed():
-            self._due_warning = (
+            self._warnings.append(
                 "options of the optimizer, such as the learning rate, were changed before an asynchronous update had "
                 "read them: which values it takes depends on timing. Put scheduler.step() into the function given to "
                 "step, or wait for the update: step(step_fn, is_async=False)"
@@ -223,9 +226,13 @@ class UpdateRunner:
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
                 self._due = frozenset(id(copy) for copy in copies if copy.grad is not None)
                 before = [Fingerprint.of(copy) for copy in copies] if self._due else []
+                self._wrong.begin(pairs, index)
                 result = step_fn()
+                found, is_told = self._wrong.found(), False
                 if before and self._looks:
-                    self._look(before)
+                    is_told = self._look(before)
+                if found and not is_told:
+                    self._warnings.append(found)
                 return result
         except BaseException as error:
             if self.ranks is not None:
@@ -239,45 +246,47 @@ class UpdateRunner:
 
     def before_step(self, parameters: frozenset[int]) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
-        if parameters != self._checked:
-            self._checked = parameters
-            own = sum(id(pair.parameter) in parameters for pair in self._pairs if pair.copy is not None)
-            if 0 < own < len(parameters):  # of all, `_look` tells
-                self._due_warning = (
-                    f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, which "
-                    "get no gradients there: they are not trained. Make its groups, also those that are added later, "
-                    "from model.optim_parameters() or model.optim_named_parameters()"
-                )
+        if parameters not in self._checked:
+            self._checked.add(parameters)
+            self._wrong.note_optimizer(parameters, self._pairs)
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):
-                self._due_warning = (
+                self._warnings.append(
                     "step_fn uses torch.amp.GradScaler. Its scale stays on the device that scaled the first loss, and "
                     "gradients on the host are unscaled before it has come from there; an asynchronous update also "
                     "changes it while losses are scaled. Use roundpipe.GradScaler, which has the same methods"
                 )
 
-    def _look(self, before: Sequence[Fingerprint]) -> None:
-        """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""
+    def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients of these are about to be clipped, or their norm taken, in ``step_fn``."""
+        self._wrong.note_clipping(parameters, self._pairs)
+
+    def _look(self, before: Sequence[Fingerprint]) -> bool:
+        """Whether ``step_fn`` has changed nothing, which is told of.
+
+        Gradients that it took away, or that a scaler may have refused, were to have no effect.
+        """
         if any(copy.is_marked or copy.has_other_values for copy in before):
             self._looks = False
-            return
+            return False
         gradients = [copy.parameter.grad for copy in before]
         dense = [each for each in gradients if each is not None and each.layout is torch.strided]
         have_effect = any(each.any() for each in dense) and all(each.isfinite().all() for each in dense)
-        if have_effect and not self._scalers.in_use:
+        is_wrong = bool(have_effect and not self._scalers.in_use)
+        if is_wrong:
             self._looks = False
-            self._due_warning = (
+            self._warnings.append(
                 "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
                 "gradients accumulate), the optimizer is made from other parameters: make it from "
                 "model.optim_parameters(), not from model.parameters() or those of the original module"
             )
+        return is_wrong
 
     def warn_if_due(self) -> None:
-        """Warn, once, in the training thread, of what an update has found."""
-        if self._due_warning:
-            text, self._due_warning = self._due_warning, ""
-            warn(text)
+        """Warn, once, in the training thread, of what updates have found."""
+        while self._warnings:
+            warn(self._warnings.pop(0))
 
 
 def _is_called_by(kind: type) -> bool:

@@ -288,4 +288,4 @@ def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
     if unmarked:  # through `.data`: others may have been written where nobody looked
         written = [pair for pair in pairs if pair.is_written or pair.has_written_values]
     for pair in written:
-        pair.start_again()
+        pair.take_written()

@@ -92,6 +92,18 @@ class ParameterPair:
         self.is_written = False
         self.agree()
 
+    @torch.no_grad()
+    def take_written(self) -> None:
+        """The copy takes those of the model's values that are not its own in the model's precision."""
+        copy = self.copy
+        if copy is not None and copy.dtype != self.parameter.dtype and is_plain(copy) and is_plain(self.parameter):
+            now = self.part(self.parameter).to(copy.device)
+            copy.copy_(torch.where(now == copy.to(now.dtype), copy, now.to(copy.dtype)))
+            self.is_written = False
+            self.agree()
+        else:
+            self.start_again()
+
     def make_copy(self, dtype: torch.dtype) -> None:
         source = self.parameter.detach()
         if source.is_meta:

@@ -1,0 +1,99 @@
+"""Finds what a ``step_fn`` does with the model's own parameters, which has no effect there.
+
+An update is made of the optimizer's copies, with their gradients, and then takes the place of the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from roundpipe.core.errors import enumerated
+from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+
+_WATCHED_STEPS = 3
+"""Of so many it is looked whether they write the model's parameters, by a sample of values, too."""
+
+
+class WrongParameters:
+    """Looks at the ``step_fn`` of one model; what it finds is told of once each."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._told: set[str] = set()
+        self._first: frozenset[int] | None = None
+        """The copies that the first update had, by id."""
+        self._stepped: set[int] = set()
+        """Parameters that some optimizer has stepped, by id."""
+        self._before: list[tuple[ParameterPair, Fingerprint | None, Fingerprint]] = []
+        """What was known of the model's own, and what they are, before it runs."""
+        self._late: list[tuple[ParameterPair, Fingerprint]] = []
+
+    def begin(self, pairs: Sequence[ParameterPair], index: int) -> None:
+        """A ``step_fn`` is about to run."""
+        self._before = []
+        if index <= _WATCHED_STEPS:
+            own = [pair for pair in pairs if pair.copy is not None and pair.twin is None]
+            self._before = [(pair, pair.fingerprint, Fingerprint.of(pair.parameter)) for pair in own]
+        copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
+        self._first = self._first or frozenset(copies)
+        late = [pair for key, pair in copies.items() if key not in self._first and key not in self._stepped]
+        with_gradient = ((pair, pair.copy) for pair in late if pair.copy is not None and pair.copy.grad is not None)
+        self._late = [(pair, Fingerprint.of(copy)) for pair, copy in with_gradient]
+
+    def found(self) -> str:
+        """What to warn of, now that it has run; empty: nothing."""
+        not_handed_over = [(pair, mark) for pair, known, mark in self._before if pair.fingerprint is known]
+        if written := [pair for pair, mark in not_handed_over if mark.is_marked or mark.has_other_values]:
+            self._tell(
+                "writes",
+                f"step_fn wrote {_names(written)}, the model's own, in whose place the update's weights come: that is "
+                "lost. Write model.optim_parameters() there, or the model after the step",
+            )
+        late = [pair for pair, mark in self._late if id(pair.copy) not in self._stepped]
+        if (
+            late
+            and "optimizer" not in self._told
+            and not any(mark.is_marked or mark.has_other_values for _, mark in self._late)
+        ):
+            self._tell(
+                "late",
+                f"{_names(late)}: unfrozen after the first step, and no optimizer in step_fn has the copy, so that "
+                "nothing changes it. model.optim_parameters() has parameters that require gradients when it is asked: "
+                "add a group of the new ones, or ask for it before any are frozen",
+            )
+        self._before, self._late = [], []
+        text, self._text = self._text, ""
+        return text
+
+    def note_optimizer(self, parameters: frozenset[int], pairs: Sequence[ParameterPair]) -> None:
+        """An optimizer that has these, by id, steps."""
+        self._stepped |= parameters
+        if own := sum(id(pair.parameter) in parameters for pair in pairs if pair.copy is not None):
+            self._tell(
+                "optimizer",
+                f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, which "
+                "get no gradients there: they are not trained. Make its groups, also those that are added later, "
+                "from model.optim_parameters() or model.optim_named_parameters()",
+            )
+
+    def note_clipping(self, parameters: Iterable[torch.Tensor], pairs: Sequence[ParameterPair]) -> None:
+        """Gradients of these are clipped."""
+        given = set(map(id, parameters))
+        if any(id(pair.parameter) in given for pair in pairs if pair.copy is not None):
+            self._tell(
+                "clipping",
+                "step_fn clips, or takes the norm of, gradients of the model's own parameters, which have none there: "
+                "nothing is clipped. Give model.optim_parameters()",
+            )
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._text = text
+
+
+def _names(pairs: Sequence[ParameterPair]) -> str:
+    return enumerated([pair.names[0] for pair in pairs])
