@@ -362,7 +362,7 @@ def test_a_step_of_another_model_inside_an_asynchronous_step_fn_is_refused():
     with roundpipe.RoundPipe(made(mlp), devices=["cpu"]) as one, roundpipe.RoundPipe(mlp(), devices=["cpu"]) as two:
         optimizer = torch.optim.SGD(two.optim_parameters(), lr=LR)
         square_loss(two(batch()), None).backward()
-        with pytest.raises(roundpipe.ConfigError, match="asynchronous step_fn of another model"):
+        with pytest.raises(roundpipe.ConfigError, match="inside the step_fn of another model"):
             one.step(optimizer.step).result()
         one.step(optimizer.step, is_async=False)
         two.zero_grad()

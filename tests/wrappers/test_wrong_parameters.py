@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +73,7 @@ def told(update: Update, is_async: bool, number: int = 4) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_async"), [*((name, False) for name in WRONG), ("clips", True), ("another optimizer", True)]
-)
+@pytest.mark.parametrize(("name", "is_async"), [*((name, False) for name in WRONG), ("clips", True)])
 def test_what_has_no_effect_is_told_of_once(name: str, is_async: bool) -> None:
     update, text = WRONG[name]
     found = told(update, is_async)
@@ -106,7 +106,7 @@ def test_parameters_that_are_unfrozen_later_need_a_group(is_added: bool) -> None
             piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
         assert torch.equal(model[0][0].weight, start) is not is_added
     found = [str(each.message) for each in caught]
-    assert len(found) == (not is_added) and all("unfrozen after the first step" in each for each in found)
+    assert len(found) == (not is_added) and all("unfrozen or resized after the first step" in each for each in found)
 
 
 def test_freezing_for_a_while_and_optimizers_in_turn_are_right() -> None:
@@ -180,3 +180,59 @@ def test_another_wrapper_sees_the_latest_update() -> None:
             piped.forward_backward((batch(seed=seed),), loss_fn=square_loss)
             piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
             torch.testing.assert_close(features(batch()), trunk(batch()))
+
+
+def test_hooks_of_copies_are_told_of() -> None:
+    with (
+        roundpipe.compile(mlp(), devices=["cpu"]) as piped,
+        pytest.warns(UserWarning, match="which never run") as warned,
+    ):
+        optimizer = torch.optim.SGD(copies := list(piped.optim_parameters()), lr=0.1)
+        copies[0].register_hook(lambda gradient: gradient.clamp(-1, 1))
+        for seed in range(3):
+            piped.forward_backward((batch(seed=seed),), loss_fn=square_loss)
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("way", ["by name", "as an argument", "at once"])
+def test_an_optimizer_of_the_same_name_is_told_of(way: str) -> None:
+    with warnings.catch_warnings(record=True) as caught, roundpipe.compile(mlp(), devices=["cpu"]) as piped:
+        warnings.simplefilter("always")
+        for lr in (0.1, 0.2, 0.3):
+            optimizer = torch.optim.SGD(piped.optim_parameters(), lr=lr)
+            for seed in range(2):
+                piped.forward_backward((batch(seed=seed),), loss_fn=square_loss)
+                if way == "as an argument":
+                    piped.step(lambda own: (time.sleep(0.02), own.step(), own.zero_grad()), True, optimizer)
+                else:
+                    piped.step(
+                        lambda: (time.sleep(0.02), optimizer.step(), optimizer.zero_grad()),  # noqa: B023
+                        is_async=way == "by name",
+                    )
+        piped.synchronize()
+    found = [str(each.message) for each in caught]
+    assert len(found) == (way == "by name") and all("stood for other optimizers" in each for each in found)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_embedding_that_grows_gets_another_copy(is_async: bool) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6)).double()
+    reference = copy.deepcopy(model)
+    label = torch.arange(4)
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        for size in (6, 9):
+            for net in (model, reference):
+                weight = net[0].weight
+                weight.data = torch.cat([weight.data, torch.ones(size - len(weight), 4, dtype=weight.dtype)])
+            optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
+            other = torch.optim.SGD(reference.parameters(), lr=0.1)
+            ids = torch.tensor([0, 3, size - 1, 2])
+            piped.forward_backward((ids,), label=label, loss_fn=nn.functional.cross_entropy, loss_reduction="mean")
+            piped.step(lambda own: (own.step(), own.zero_grad()), is_async, optimizer)
+            nn.functional.cross_entropy(reference(ids), label).backward()
+            other.step()
+            other.zero_grad()
+            piped.synchronize()
+            for one, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one, expected)

@@ -169,7 +169,7 @@ class OptimizerSide(UpdateSteps):
         self._runner.check_step(step_fn, is_async, kwargs or {})
         self.times.asked()
         self._ready("step()", finish_steps=not is_async)
-        self._runner.options.begin()
+        self._runner.options.begin(step_fn if is_async else None)
         self.is_async, self._loop, self._stepping = is_async, "steps", []
         self._pairs.trainable()
         pairs = self._pairs.with_copies()

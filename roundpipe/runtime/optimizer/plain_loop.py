@@ -135,8 +135,8 @@ class PlainSteps(ABC):
             )
         if inside_optimizer() and self._caller not in (None, threading.get_ident()):
             raise ConfigError(
-                f"an optimizer of {self._name} was stepped inside the asynchronous step_fn of another model, beside "
-                "calls of this one; give each model a step of its own, or use step(..., is_async=False)"
+                f"an optimizer of {self._name} was stepped inside the step_fn of another model, whose updates or "
+                "losses run in other threads than calls of this one; give each model a step of its own"
             )
         self._steps.refuse_inside("optimizer.step()")
         self.come_home()

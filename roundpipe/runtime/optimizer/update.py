@@ -221,6 +221,12 @@ class UpdateRunner:
                 "read them: which values it takes depends on timing. Put scheduler.step() into the function given to "
                 "step, or wait for the update: step(step_fn, is_async=False)"
             )
+        if self.options.has_others():
+            self._warnings.append(
+                "names in an asynchronous step_fn stood for other optimizers when the update was asked for; it is made "
+                "by those that they stand for now. Give what changes as an argument, step(step_fn, True, optimizer), "
+                "or wait for the update: step(step_fn, is_async=False)"
+            )
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []

@@ -37,6 +37,16 @@ class WrongParameters:
         if index <= _WATCHED_STEPS:
             own = [pair for pair in pairs if pair.copy is not None and pair.twin is None]
             self._before = [(pair, pair.fingerprint, Fingerprint.of(pair.parameter)) for pair in own]
+            if any(
+                copy._backward_hooks or copy._post_accumulate_grad_hooks
+                for pair in own
+                if (copy := pair.copy) is not None
+            ):
+                self._tell(
+                    "hooks",
+                    "model.optim_parameters() have hooks, which never run: gradients come there without a backward. "
+                    "Register hooks on the model's own parameters",
+                )
         copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
         self._first = self._first or frozenset(copies)
         late = [pair for key, pair in copies.items() if key not in self._first and key not in self._stepped]
@@ -60,9 +70,9 @@ class WrongParameters:
         ):
             self._tell(
                 "late",
-                f"{_names(late)}: unfrozen after the first step, and no optimizer in step_fn has the copy, so that "
-                "nothing changes it. model.optim_parameters() has parameters that require gradients when it is asked: "
-                "add a group of the new ones, or ask for it before any are frozen",
+                f"{_names(late)}: unfrozen or resized after the first step, and no optimizer in step_fn has the copy, "
+                "so that nothing changes it. model.optim_parameters() has parameters that require gradients when it is "
+                "asked: add a group of the new ones, or ask for it before any are frozen",
             )
         self._before, self._late = [], []
         text, self._text = self._text, ""

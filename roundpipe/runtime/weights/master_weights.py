@@ -65,8 +65,8 @@ class MasterWeights:
         self._pairs: list[ParameterPair] = []
         self._by_name: dict[str, ParameterPair] = {}
         self._by_parameter: dict[torch.Tensor, ParameterPair] = {}
-        self._copied: tuple[list[ParameterPair], list[torch.dtype]] = ([], [])
-        """Pairs that have copies of the right dtype, and the dtypes that their parameters had."""
+        self._copied: tuple[list[ParameterPair], list[tuple[torch.dtype, torch.Size]]] = ([], [])
+        """Pairs that have the right copies, and the dtypes and sizes that their parameters had."""
         self._found: NamedParameters | None = None
         """What was given last, if that is told by its identity, and all these have pairs."""
         self._find()
@@ -119,9 +119,11 @@ class MasterWeights:
     def make_copies(self, pairs: Sequence[ParameterPair]) -> list[ParameterPair]:
         """Those of these that are trainable now, each with a copy."""
         trainable = [pair for pair in pairs if pair.parameter.requires_grad]
-        dtypes = [pair.parameter.dtype for pair in trainable]
-        if (trainable, dtypes) == self._copied:
+        kinds = [(pair.parameter.dtype, pair.parameter.shape) for pair in trainable]
+        if (trainable, kinds) == self._copied:
             return trainable
+        for pair in trainable:
+            pair.drop_copy_of_other_size()
         if self._optim_dtype is None:
             for pair in trainable:
                 if pair.copy is not None and pair.copy.dtype is not self._dtype_of_copy(pair):
@@ -134,7 +136,7 @@ class MasterWeights:
                 pair.make_copy(self._dtype_of_copy(pair))
             watch_copies(new)
         self._warn_of_half(trainable)
-        self._copied = list(trainable), dtypes
+        self._copied = list(trainable), kinds
         return trainable
 
     def _dtype_of_copy(self, pair: ParameterPair) -> torch.dtype:

@@ -125,6 +125,12 @@ class ParameterPair:
             self.copy = nn.Parameter(copy)
         self.agree()
 
+    def drop_copy_of_other_size(self) -> None:
+        """The copy is gone if the model's parameter has another size by now, as that of an embedding that has grown."""
+        if self.copy is not None and self.shard is None and self.copy.shape != self.parameter.shape:
+            self.copy = self.spare = self.whole = self.banks = self.shown = self.fingerprint = self.copy_print = None
+            self.early, self.is_written = EarlyGradient(), False
+
     def follow_dtype(self, dtype: torch.dtype) -> None:
         """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
         copy = self.copy
