@@ -43,6 +43,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
         "generation",
         "generation_before",
         "handover",
+        "lengths",
         "long_run",
         "memory",
         "optimizer",
@@ -84,6 +85,16 @@ def test_generation_before(tmp_path: Path) -> None:
     assert found["generate"]["of_loop"]["s"] > 0 and found["generate"]["of_plain"]["s"] > 0
     assert not found["failed"] and {"generate", "loop"} == tight["failed"].keys(), "one that fails ends no other"
     assert tight["sizes"]["budget_bytes"] == tight["sizes"]["weight_bytes"] // 100 and tight["per_token"]["plain"]
+
+
+def test_lengths(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="trains adapters")
+    sizes = ["--layers", "2", "--width", "128", "--vocabulary", "64", "--batch", "2", "--new", "4"]
+    code, results = run("lengths", [*sizes, "--shortest", "5", "--longest", "12", "--lora", "2"], tmp_path)
+    assert code == 0 and list(results) == ["plain", "default", "auto"]
+    losses = [found["first_loss"] for found in results.values()]
+    assert max(losses) - min(losses) < 1e-4, "all ways train the same"
+    assert all(len(found["new_lengths_mean_s"]) == 3 and found["seen_length_s"] > 0 for found in results.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

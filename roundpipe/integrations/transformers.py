@@ -44,7 +44,7 @@ from roundpipe.integrations.stand_in import (
     attributes_kept,
     model_of,
 )
-from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.config import AUTO, RoundPipeRunConfig
 from roundpipe.runtime.microbatch.pieces import BatchPieces
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.wrappers.model_view import ModelView
@@ -217,11 +217,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             is_scaled = counts or self.compute_loss_func is not None
         return 1.0 if is_scaled else 1.0 / self.current_gradient_accumulation_steps
 
-    @property
-    def _num_asked(self) -> int:
-        """Microbatches of a round, if there are not more batches in it."""
-        number = self.rotation.config.num_microbatch
-        return number if isinstance(number, int) else self.pipe.num_workers + 1
+    def _num_asked(self, batch: Batch, num_batches: int = 1) -> int:
+        """Microbatches of a batch, of so many in a round, if it has as many samples."""
+        number = self.pipe.num_microbatches_for(batch.args, batch.kwargs)
+        return number if self.rotation.config.num_microbatch == AUTO else math.ceil(number / num_batches)
 
     def _run_all(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
         if self._calls_model_once:
@@ -243,10 +242,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         return total
 
     def _run_round(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
-        number, scale = math.ceil(self._num_asked / len(kept)), self._loss_scale()
+        scale = self._loss_scale()
         microbatches: list[Microbatch] = []
         for inputs, num_items in kept:
-            microbatches += self._pieces_of(inputs, num_items, number, self._share_of(num_items) * scale)
+            microbatches += self._pieces_of(inputs, num_items, len(kept), self._share_of(num_items) * scale)
         with self.accelerator.autocast():
             loss = self.pipe.forward_backward(**self._call(microbatches, is_own=self._is_own_loss))
         return loss / scale
@@ -277,13 +276,13 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     def _compute(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Any:
         return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
 
-    def _pieces_of(self, inputs: dict[str, Any], num_items: Any, number: int, share: float) -> list[Microbatch]:
-        """A batch of the training as up to ``number`` microbatches."""
+    def _pieces_of(self, inputs: dict[str, Any], num_items: Any, num_batches: int, share: float) -> list[Microbatch]:
+        """A batch of the training, of so many in a round, as microbatches."""
         is_own = self._is_own_loss
         with nullcontext() if is_own else attributes_kept(self):
             args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         batch = Batch(args, {**self._no_cache, **kwargs} if is_own else kwargs, {} if is_own else inputs)
-        return self._cut(batch, num_items, number, share, is_own)
+        return self._cut(batch, num_items, self._num_asked(batch, num_batches), share, is_own)
 
     @property
     def _no_cache(self) -> dict[str, bool]:
@@ -364,7 +363,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             if not any(kwargs.get(name) is not None for name in self.label_names):
                 whole = {} if batch.num_samples > 1 else {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}
                 return self._in_float32(self.pipe(*args, **kwargs, **whole))
-            microbatches = self._cut(batch, kwargs.get("num_items_in_batch"), self._num_asked, 1.0, is_own=True)
+            number = self._num_asked(batch)
+            microbatches = self._cut(batch, kwargs.get("num_items_in_batch"), number, 1.0, is_own=True)
             call = self._call(microbatches, is_own=True)
             if needs_only_loss:
                 return {"loss": self.pipe.forward_loss(**call)}

@@ -197,6 +197,19 @@ class ChainRunner(Runner):
         plans.costs.learn_from(spec.times, call)
         return step
 
+    def num_microbatches_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Into how many a batch is to be cut."""
+        return self._settled(self._resolve(None), args, kwargs).num_microbatch
+
+    def _settled(
+        self, config: ResolvedConfig, args: Any, kwargs: Any, label: Any = None, **loss: Any
+    ) -> ResolvedConfig:
+        """The options with what was left to choice chosen, once there is a chain."""
+        if not config.auto or (chain := self.last_chain or self.source.latest) is None:
+            return config
+        whole = Call(chain, config, [args], [kwargs], [label], 1, **loss)
+        return self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
+
     def update_begun(self) -> None:
         self.builder.plans.update_begun()
 
@@ -258,9 +271,7 @@ class ChainRunner(Runner):
         """
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
-        if config.auto and (chain := self.last_chain or self.source.latest) is not None:
-            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
-            config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
+        config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self.last_chain)
         pieces = split(args, kwargs, label, config, self._shared)
         for events in pieces.events:

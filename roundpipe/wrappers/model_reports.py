@@ -12,6 +12,7 @@ from roundpipe.core.checks import check_flag
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.layers import OwnLoss
 from roundpipe.reports.timeline import Timeline, check_path
+from roundpipe.runtime.config import resolve
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.run_report import RunReport, make_report
@@ -54,13 +55,27 @@ class ModelReports(ModelView):
             batch: both, of the batch that the microbatch is a piece of.
 
         Returns:
-            One per loss whose meaning the graph tells; none where the model runs without a graph.
+            One per loss whose meaning the graph tells; none where the model runs without a graph, or mixes samples.
         """
         if not isinstance(self._runner, ChainRunner):
             return ()
         with self._session.call():
             chain = self._runner.source.chain_for(args, kwargs, None, batch)
-        return () if chain is None else chain.own_losses
+        return () if chain is None or chain.mixes_samples else chain.own_losses
+
+    def num_microbatches_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Into how many microbatches a batch with these arguments is to be cut, as the run config says.
+
+        For integrations that cut batches themselves. What is left to choice (``"auto"``) is that which is predicted to
+        be fastest of those that fit; before the first call it is the built-in number.
+
+        Args:
+            args: the model's arguments, of the whole batch.
+            kwargs: its keyword arguments.
+        """
+        if isinstance(self._runner, ChainRunner):
+            return self._runner.num_microbatches_for(args, kwargs)
+        return resolve(None, self._session.config, num_devices=self.num_workers).num_microbatch
 
     def partition_table(self) -> str:
         """The layers and the stages as a table: those of the latest call, else those of a call like the example."""

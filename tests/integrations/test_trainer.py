@@ -186,6 +186,25 @@ def test_a_loss_of_halves_is_not_cut(accumulation: int, tmp_path: Path) -> None:
         train_both(llama, tmp_path, per_device_train_batch_size=2, num_train_epochs=2, **options)
 
 
+class Centred(transformers.LlamaForCausalLM):
+    """Subtracts the mean over a batch."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embedded - 0.5 * embedded.mean(0), **kwargs)
+
+
+def centred() -> Any:
+    torch.manual_seed(0)
+    return Centred(llama().config)
+
+
+@pytest.mark.filterwarnings("ignore:the loss is neither", "ignore:.*mixes the samples")
+def test_a_model_that_mixes_samples_is_not_cut(tmp_path: Path) -> None:
+    """Though the graph of its own loss tells that it is a mean over tokens."""
+    train_both(centred, tmp_path, devices=2, per_device_train_batch_size=4, num_train_epochs=2, eval_strategy="epoch")
+
+
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
@@ -193,7 +212,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-UNCUT = {"num_microbatch": 1}
+UNCUT, FASTEST = {"num_microbatch": 1}, {"num_microbatch": "auto"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "encoder classifier, cut by samples": (bert, {"devices": 3, "data_collator": classified, "eval_strategy": "epoch"}),
     "seq2seq, cut by tokens": (t5, {"devices": 3, "eval_strategy": "epoch"}),
@@ -205,6 +224,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "seq2seq, accumulated": (t5, {"devices": 3, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}),
     "adapters, cut": (adapted, {"devices": 2}),
+    "as many microbatches as are fastest": (
+        adapted,
+        {"per_device_train_batch_size": 4, "eval_strategy": "epoch", "rotation": {"run_config": FASTEST}},
+    ),
     "label smoothing": (llama, {"devices": 2, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}),
     "compute_loss_func": (llama, {"compute_loss_func": summed, "gradient_accumulation_steps": 2}),
     "bf16, no batch cut": (

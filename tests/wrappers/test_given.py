@@ -119,3 +119,26 @@ def test_a_loop_of_accelerate_trains_as_with_the_plain_model(pair, prepared):
     train(plain, plain.parameters(), True)
     for one, other in zip(pipe.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_number_left_to_choice_can_be_asked_for():
+    """By integrations that cut batches themselves."""
+    used = []
+
+    def loss_fn(y, _):
+        used.append(roundpipe.num_microbatches())
+        return y.sum()
+
+    net, auto = mlp(3).float(), roundpipe.RoundPipeRunConfig(num_microbatch="auto")
+    for config, expected in (
+        (roundpipe.RoundPipeRunConfig(), 3),
+        (roundpipe.RoundPipeRunConfig(num_microbatch=2), 2),
+        (auto, None),
+    ):
+        with roundpipe.compile(net, devices=["cpu"] * 2, model_run_config=config) as piped:
+            x = batch().float()
+            assert piped.num_microbatches_for((x,), {}) == (expected or 3)
+            for _ in range(2):
+                used.clear()
+                piped.forward_backward((x,), loss_fn=loss_fn)
+            assert set(used) == {piped.num_microbatches_for((x,), {})}
