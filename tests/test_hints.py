@@ -184,6 +184,29 @@ def test_a_microbatch_of_one_sample_has_a_note_in_each_wrapper(wrap, num):
             )
 
 
+class Messages(nn.Module):
+    """Adds to each node of a graph what its neighbours have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, nodes, edges):
+        nodes = self.first(nodes)
+        return self.second(nodes.index_add(0, edges[0], nodes[edges[1]]))
+
+
+def test_arguments_that_belong_together_are_named_as_the_cause():
+    nodes, edges = torch.randn(6, 3), torch.tensor([[0, 1, 5, 4], [5, 4, 0, 1]])
+    model = Messages()
+    with roundpipe.compile(model, devices="cpu") as piped:
+        with pytest.raises(IndexError) as caught:
+            piped(nodes, edges)
+        assert "one of the 2 microbatches that the batch was cut into" in caught.value.__notes__[-1]
+        whole = RoundPipeRunConfig(num_microbatch=1)
+        torch.testing.assert_close(piped(nodes, edges, roundpipe_run_config=whole), model(nodes, edges))
+
+
 def test_a_microbatch_of_one_sample_is_named_as_the_cause():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     given = {"input_args": (torch.randn(3, 3),), "loss_fn": lambda output, label: output.sum()}

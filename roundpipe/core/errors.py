@@ -69,6 +69,18 @@ def note_few_samples(error: BaseException) -> None:
         )
 
 
+def note_cut(error: BaseException, number: int) -> None:
+    """Say that the model was called with a piece of a batch, which may be why it raises."""
+    note_few_samples(error)
+    add_note(
+        error,
+        f"roundpipe: the model was called with one of the {number} microbatches that the batch was cut into, along "
+        "dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's nodes and "
+        "edges: use num_microbatch=1, or say by split_input how they are cut",
+        unless="roundpipe: the batch was split into microbatches",
+    )
+
+
 class RaisedIn:
     """A context that notes, at exceptions of users' code, where they were raised."""
 

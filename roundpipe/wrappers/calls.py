@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
 from roundpipe.core.contexts import garbage_kept
-from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_cut
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.tiling import Tiles
@@ -323,7 +323,7 @@ def _chains(source: ChainSource, pieces: Split) -> list[LayerChain] | None:
             chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch)
         except Exception as error:
             if pieces.num_microbatches > 1:
-                note_few_samples(error)
+                note_cut(error, pieces.num_microbatches)
             raise
         if chain is None:
             return None

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from roundpipe.core import trees
 from roundpipe.core.backward import backward_from
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import RaisedIn, innermost, note_few_samples, note_place
+from roundpipe.core.errors import RaisedIn, innermost, note_cut, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
 from roundpipe.core.term_shares import with_shares
@@ -306,8 +306,8 @@ class Stage:
                 module = innermost(error, names) or ", ".join(spec.module_names) or spec.name
                 where = self._place(microbatch, phase)
                 note_place(error, f"layer {index} ({spec.name}), module {module}, {where}")
-                if self.spec.schedule.num_microbatches > 1:
-                    note_few_samples(error)
+                if (number := self.spec.schedule.num_microbatches) > 1 and isinstance(error, Exception):
+                    note_cut(error, number)
                 raise
             if times is not None and began is not None:
                 times.add("forward", (index,), began, self.backend.moment())

@@ -232,7 +232,7 @@ class UpdateRunner:
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
                 self._due = frozenset(id(copy) for copy in copies if copy.grad is not None)
                 before = [Fingerprint.of(copy) for copy in copies] if self._due else []
-                self._wrong.begin(pairs, index)
+                self._wrong.begin(pairs)
                 result = step_fn()
                 found, is_told = self._wrong.found(), False
                 if before and self._looks:

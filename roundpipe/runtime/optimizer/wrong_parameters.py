@@ -22,6 +22,7 @@ class WrongParameters:
 
     def __init__(self) -> None:
         self._text = ""
+        self._num_begun = 0
         self._told: set[str] = set()
         self._first: frozenset[int] | None = None
         """The copies that the first update had, by id."""
@@ -31,10 +32,11 @@ class WrongParameters:
         """What was known of the model's own, and what they are, before it runs."""
         self._late: list[tuple[ParameterPair, Fingerprint]] = []
 
-    def begin(self, pairs: Sequence[ParameterPair], index: int) -> None:
+    def begin(self, pairs: Sequence[ParameterPair]) -> None:
         """A ``step_fn`` is about to run."""
         self._before = []
-        if index <= _WATCHED_STEPS:
+        self._num_begun += 1
+        if self._num_begun <= _WATCHED_STEPS:
             own = [pair for pair in pairs if pair.copy is not None and pair.twin is None]
             self._before = [(pair, pair.fingerprint, Fingerprint.of(pair.parameter)) for pair in own]
             if any(
