@@ -121,6 +121,30 @@ def test_the_longest_sample_is_that_of_the_batch() -> None:
         assert piped.trace_count == 2  # for the lengths 6 and 5
 
 
+class PartlyLabelled(nn.Module):
+    """Adds what is asked of those samples that have it, if any has."""
+
+    def __init__(self, asks: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.asks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), asks
+
+    def forward(self, x: torch.Tensor, has: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.relu(self.first(x)))
+        if self.asks(has):
+            y = y + torch.zeros_like(y).masked_fill(has[:, None], 1) * y[has].mean(1).sum() / y[has].mean(1).sum()
+        return y
+
+
+@pytest.mark.parametrize("asks", [lambda has: has.any(), lambda has: has.sum() > 0, lambda has: bool(has.any())])
+def test_a_piece_that_has_none_does_nothing_with_them(asks: Any) -> None:
+    """A mean over none would be no number."""
+    torch.manual_seed(0)
+    model = PartlyLabelled(asks).to(DTYPE)
+    x, has = torch.randn(NUMBER, WIDTH, dtype=DTYPE), torch.tensor([True, True] + [False] * (NUMBER - 2))
+    with roundpipe.compile(model, devices=DEVICES) as piped, torch.no_grad():
+        torch.testing.assert_close(piped(x, has), model(x, has))
+
+
 class Balanced(nn.Module):
     """A classifier of tokens whose loss has a mean over those that count, and a product of means over all."""
 

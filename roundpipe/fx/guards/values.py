@@ -8,7 +8,7 @@ Invariant: a value read while tracing is one that `ValueProgram` reads again.
 
 Of a microbatch that is a piece of a batch, decisions are asked of the whole batch, if that is known: they are those of
 eager mode. What gives True or False is one, and so is the largest or smallest of some numbers, such as the length of
-the longest sample.
+the longest sample. Whether there are any of something is not: a piece that has none would average over nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect,
 from roundpipe.fx.graph.traced import TracedGraph
 
 _EXTREMES = frozenset("max amax min amin".split())
-_CASTS = frozenset("to int long float double cpu squeeze".split())
+_CASTS = frozenset("to bool int long float double cpu squeeze".split())
+_MORE, _COUNTS = frozenset("gt ne".split()), frozenset("sum count_nonzero".split())
+"""Ways to ask whether there are any."""
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
 
@@ -256,12 +258,15 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
 
 def _is_decision(read: ValueRead, answer: Any) -> bool:
     """Whether a read gives what a whole batch decides for its pieces."""
-    if isinstance(answer, bool) or not isinstance(answer, int | float) or len(read.nodes) != 1:
+    if len(read.nodes) != 1 or not isinstance(answer, int | float):
         return isinstance(answer, bool)
     (node,) = read.nodes
     while _name(node) in _CASTS and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
-    return _name(node) in _EXTREMES
+    if not isinstance(answer, bool):
+        return _name(node) in _EXTREMES
+    counted = node.args[0] if _name(node) in _MORE and len(node.args) == 2 and node.args[1] == 0 else None
+    return _name(node) != "any" and not (isinstance(counted, Node) and _name(counted) in _COUNTS)
 
 
 def _name(node: Node) -> str:
