@@ -69,16 +69,22 @@ def note_few_samples(error: BaseException) -> None:
         )
 
 
+_OF_SIZES = ("out of range", "out of bounds", "offsets", "must match", "not match")
+"""In errors that a batch may raise that was cut where its tensors belong together."""
+
+
 def note_cut(error: BaseException, number: int) -> None:
-    """Say that the model was called with a piece of a batch, which may be why it raises."""
+    """Say, where sizes or indices are wrong, that the model was called with a piece of a batch, which may be why."""
     note_few_samples(error)
-    add_note(
-        error,
-        f"roundpipe: the model was called with one of the {number} microbatches that the batch was cut into, along "
-        "dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's nodes and "
-        "edges: use num_microbatch=1, or say by split_input how they are cut",
-        unless="roundpipe: the batch was split into microbatches",
-    )
+    text = said(error)
+    if isinstance(error, IndexError) or any(words in text for words in _OF_SIZES):
+        add_note(
+            error,
+            f"roundpipe: the model was called with one of the {number} microbatches that the batch was cut into, along "
+            "dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's nodes and "
+            "edges: use num_microbatch=1, or say by split_input how they are cut",
+            unless="roundpipe: the batch was split into microbatches",
+        )
 
 
 class RaisedIn:

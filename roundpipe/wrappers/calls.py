@@ -22,7 +22,6 @@ from roundpipe.core.checks import check_flag, check_keywords, check_type, positi
 from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_cut
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
-from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
@@ -127,9 +126,7 @@ class ChainRunner(Runner):
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
         count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
-        reads = (
-            session.optimizer.may_have_twins and has_backward and reaches(training.loss_fn, parameters_in(self.model))
-        )
+        reads = session.optimizer.may_have_twins and has_backward and reaches(training.loss_fn, self.model)
         alone = wait_for_weights(session, self.model, training.loss_fn)
         losses: list[Any] = []
         outputs: list[Any] = []

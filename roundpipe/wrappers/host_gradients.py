@@ -68,31 +68,29 @@ class HostGradients:
 def wait_for_weights(session: Session, model: nn.Module, loss_fn: Any) -> bool:
     """Whether a ``loss_fn`` reads weights that an update may write, or trains others; returns when that is over.
 
-    What else it trains, such as a critic or a learned temperature, the caller's own code and ``step_fn`` write.
+    What else it trains, such as a critic or a learned temperature, the caller's own code and ``step_fn`` write, and so
+    does the wrapper that this may have.
     """
-    own, waiter = parameters_in(model), f"a loss_fn that reads weights of {session.name}, or trains others,"
-    others = _trained_by(loss_fn, own)
-    if not (session.optimizer.is_async and (others or reaches(loss_fn, own))):
-        return False
+    reached = {id(each): each for each in tensors_reached_by(loss_fn)}
+    own = parameters_in(model) if reached else []
+    of_model = reached.keys() & set(map(id, own))
+    others = [each for key, each in reached.items() if key not in of_model and each.is_leaf and each.requires_grad]
     if others:
         settle_reads_of(others, trains=True)
+    if not (session.optimizer.is_async and (others or of_model)):
+        return False
+    waiter = f"a loss_fn that reads weights of {session.name}, or trains others,"
+    if others:
         session.optimizer.wait(waiter)
     for gate in (session.gates.weights, session.gates.gradients):
         gate.wait(own, waiter)
     return True
 
 
-def reaches(function: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a function may read some of these on the host."""
+def reaches(function: Any, model: nn.Module) -> bool:
+    """Whether a function may read some of a model's parameters on the host."""
     reached = set(map(id, tensors_reached_by(function)))
-    return bool(reached) and not reached.isdisjoint(map(id, tensors))
-
-
-def _trained_by(function: Any, others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that a backward of what a function gives may add gradients to, beside ``others``."""
-    trained = {id(each): each for each in tensors_reached_by(function) if each.is_leaf and each.requires_grad}
-    known = set(map(id, others)) if trained else ()
-    return [each for key, each in trained.items() if key not in known]
+    return bool(reached) and not reached.isdisjoint(map(id, parameters_in(model)))
 
 
 def tensors_reached_by(function: Any) -> Iterator[torch.Tensor]:
