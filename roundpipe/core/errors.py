@@ -59,31 +59,28 @@ def note_place(error: BaseException, where: str) -> None:
     add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
 
 
-def note_few_samples(error: BaseException) -> None:
-    """Say, where torch wants several samples for a norm in training, that the batch was split into too many pieces."""
-    if "more than 1 value per channel" in said(error):
+_OF_SIZES = ("out of range", "out of bounds", "offsets", "must match", "not match")
+"""In errors that a batch may raise that was cut where its tensors belong together."""
+
+
+def note_cut(error: BaseException, number: int | None = None) -> None:
+    """Say of some errors that the model was called with one of so many pieces of a batch, which may be why.
+
+    Those are torch's, where it wants several samples for a norm in training, and those about sizes and indices.
+    """
+    text = said(error)
+    if "more than 1 value per channel" in text:
         add_note(
             error,
             "roundpipe: the batch was split into microbatches, and this one has one sample left; plain PyTorch takes "
             "the batch as a whole. Set num_microbatch in RoundPipeRunConfig to at most half the number of samples",
         )
-
-
-_OF_SIZES = ("out of range", "out of bounds", "offsets", "must match", "not match")
-"""In errors that a batch may raise that was cut where its tensors belong together."""
-
-
-def note_cut(error: BaseException, number: int) -> None:
-    """Say, where sizes or indices are wrong, that the model was called with a piece of a batch, which may be why."""
-    note_few_samples(error)
-    text = said(error)
-    if isinstance(error, IndexError) or any(words in text for words in _OF_SIZES):
+    elif isinstance(error, IndexError) or any(words in text for words in _OF_SIZES):
         add_note(
             error,
-            f"roundpipe: the model was called with one of the {number} microbatches that the batch was cut into, along "
-            "dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's nodes and "
-            "edges: use num_microbatch=1, or say by split_input how they are cut",
-            unless="roundpipe: the batch was split into microbatches",
+            f"roundpipe: the model was called with one of the {number or 'several'} microbatches that the batch was cut"
+            " into, along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a "
+            "graph's nodes and edges: use num_microbatch=1, or say by split_input how they are cut",
         )
 
 

@@ -30,14 +30,13 @@ def is_model_file(filename: str) -> bool:
 
 
 def model_location(below: types.CodeType | None = None) -> str:
-    """``file:line`` of the model's code that is running, or ``"unknown"``; with ``below``, of what that code calls."""
+    """``file:line`` of the model's code that is running, or ``"unknown"``; ``below``: no further out than this code."""
     frame: types.FrameType | None = sys._getframe(1)
-    location = ""
-    while frame is not None and not (location and below is None) and frame.f_code is not below:
-        if not location and is_model_file(frame.f_code.co_filename):
-            location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    while frame is not None and frame.f_code is not below:
+        if is_model_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return location if location and (below is None or frame is not None) else "unknown"
+    return "unknown"
 
 
 def raised_at(error: BaseException | None) -> str:

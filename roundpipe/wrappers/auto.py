@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost, note_few_samples
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost, note_cut
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
@@ -216,7 +216,7 @@ class HostRunner(Runner):
                 output = self.tree.run(*copies)
             except Exception as error:
                 if microbatch is not None and own is None:  # one of several
-                    note_few_samples(error)
+                    note_cut(error)
                 raise
         self._hand_back(before, copies, own, output)
         return output

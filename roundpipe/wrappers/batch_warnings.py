@@ -58,8 +58,7 @@ class BatchWarnings:
         else:
             self._warn_of_mixing(
                 f"the model mixes the samples of a batch: {chain.mixes_samples}. So the batch is not cut but runs as "
-                "one microbatch. If the samples of a microbatch may be mixed by themselves, as in a batch norm, say "
-                "how many there are by num_microbatch"
+                "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch"
             )
         return replace(config, num_microbatch=1, auto=frozenset())
 

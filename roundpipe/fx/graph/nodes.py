@@ -89,6 +89,11 @@ def is_accessor(node: Node) -> bool:
     return isinstance(source, Node) and source.op.startswith("call_") and value_of(source) is None
 
 
+def called_name(node: Node) -> str:
+    """The name of what a node calls, such as ``add`` for ``+``."""
+    return str(getattr(node.target, "__name__", node.target)).strip("_")
+
+
 def producer_of(node: Node) -> Node:
     """The node that computes a value: the node itself, or what an accessor takes a part of."""
     while is_accessor(node):

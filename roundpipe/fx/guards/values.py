@@ -25,7 +25,15 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, needed_for, storage_key
+from roundpipe.fx.graph.nodes import (
+    GraphInterpreter,
+    called_name,
+    draws_random,
+    has_effect,
+    mutated_by,
+    needed_for,
+    storage_key,
+)
 from roundpipe.fx.graph.traced import TracedGraph
 
 _EXTREMES = frozenset("max amax min amin".split())
@@ -261,16 +269,12 @@ def _is_decision(read: ValueRead, answer: Any) -> bool:
     if len(read.nodes) != 1 or not isinstance(answer, int | float):
         return isinstance(answer, bool)
     (node,) = read.nodes
-    while _name(node) in _CASTS and node.args and isinstance(node.args[0], Node):
+    while called_name(node) in _CASTS and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     if not isinstance(answer, bool):
-        return _name(node) in _EXTREMES
-    counted = node.args[0] if _name(node) in _MORE and len(node.args) == 2 and node.args[1] == 0 else None
-    return _name(node) != "any" and not (isinstance(counted, Node) and _name(counted) in _COUNTS)
-
-
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+        return called_name(node) in _EXTREMES
+    counted = node.args[0] if called_name(node) in _MORE and len(node.args) == 2 and node.args[1] == 0 else None
+    return called_name(node) != "any" and not (isinstance(counted, Node) and called_name(counted) in _COUNTS)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from roundpipe.fx.passes.row_rules import OperatorArguments
 from roundpipe.fx.sizes import flat_tensors
 
 PER_PRIME = 4
-"""Samples for each of a prime's, so that halves and quarters of a batch can be told from the whole."""
+"""How many times a prime the samples are, so that halves and quarters of a batch can be told from the whole."""
 
 _REDUCTIONS = frozenset(
     "sum nansum mean amax amin max min prod any all argmax argmin logsumexp var std var_mean std_mean norm "
@@ -122,7 +122,7 @@ class DependenceWatch(TorchDispatchMode):
         return out
 
     def _note(self, call: _DependenceCall) -> None:
-        if call.name in ("randperm",) and self.dims(call.output):
+        if call.name == "randperm" and self.dims(call.output):
             self.put(call.output, Known(is_shuffle=True))
             return
         mixes = False

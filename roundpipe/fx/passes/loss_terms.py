@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.term_shares import weighed
-from roundpipe.fx.graph.nodes import has_effect, hint, mutated_by, value_of
+from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
 from roundpipe.fx.passes.row_losses import RowLoss
@@ -239,7 +239,7 @@ class _TermSearch:
 
 def _name(node: Node) -> str:
     """What a node calls, such as ``add`` for ``+`` and ``+=``."""
-    name = str(getattr(node.target, "__name__", node.target)).strip("_")
+    name = called_name(node)
     return _IN_PLACE.get(name, name)
 
 

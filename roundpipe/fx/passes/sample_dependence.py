@@ -30,8 +30,8 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.dependence_rules import PER_PRIME, DependenceWatch, Known
-from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
-from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
+from roundpipe.fx.sizes import Symbolic, flat_tensors
 from roundpipe.fx.twin import make_twin
 
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
@@ -76,7 +76,7 @@ def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
 
 
 class _DependenceRun(GraphInterpreter):
-    """A graph on fakes of so many samples for each of a prime's."""
+    """A graph on fakes of `PER_PRIME` times a prime samples."""
 
     def __init__(self, traced: TracedGraph, samples: Iterable[Node], prime: int) -> None:
         super().__init__()
@@ -86,9 +86,7 @@ class _DependenceRun(GraphInterpreter):
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
-        values = (value_of(node) for node in self._samples)
-        sizes = {expression_of(value.shape[0]) for value in values if isinstance(value, torch.Tensor)}
-        self._symbols = {size for size in sizes if getattr(size, "is_Symbol", False)}
+        self._symbols = symbols_of_samples(self._samples)
 
     def found(self) -> SampleDependence:
         """What the outputs show."""
@@ -131,12 +129,10 @@ class _DependenceRun(GraphInterpreter):
         return torch.empty(shape, dtype=value.dtype)
 
     def _size(self, size: Any) -> Any:
-        if not isinstance(size, Symbolic):
-            return size
+        if not isinstance(size, torch.SymFloat | torch.SymBool):
+            return size_at(size, self._symbols, self._number)
         found = size.node.expr.subs(dict.fromkeys(self._symbols, self._number))
-        if not isinstance(size, torch.SymInt):
-            return size.node.pytype(found) if found.is_number else size.node.hint
-        return int(found) if found.is_number else hint(size)
+        return size.node.pytype(found) if found.is_number else size.node.hint
 
     def get_attr(self, node: Node) -> Any:
         value = self._traced.attribute(str(node.target))

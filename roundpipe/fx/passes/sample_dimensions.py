@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,6 +58,21 @@ def arguments_of_samples(traced: TracedGraph) -> dict[Node, torch.Tensor]:
     tensors = {node: value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)}
     lengths = {node: hint(value.shape[0]) for node, value in tensors.items() if value.ndim}
     return {node: tensors[node] for node, length in lengths.items() if length == next(iter(lengths.values()))}
+
+
+def symbols_of_samples(samples: Iterable[Node]) -> set[Any]:
+    """What stands for their number in the sizes of arguments; none where a graph is for one number of them."""
+    values = (value_of(node) for node in samples)
+    sizes = (expression_of(value.shape[0]) for value in values if isinstance(value, torch.Tensor))
+    return {size for size in sizes if getattr(size, "is_Symbol", False)}
+
+
+def size_at(size: int | torch.SymInt, symbols: Iterable[Any], number: int) -> int:
+    """A size with so many samples, all else as in the example."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    found = size.node.expr.subs(dict.fromkeys(symbols, number))
+    return int(found) if found.is_number else hint(size)
 
 
 def _batch_symbols(traced: TracedGraph) -> set[Any]:

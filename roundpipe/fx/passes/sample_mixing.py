@@ -30,6 +30,7 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, has_effect, hint, mutated
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.row_losses import OF_MODULES
 from roundpipe.fx.passes.row_rules import RULES, AlongRows, Found, NotRowwise, OperatorCall, pointwise
+from roundpipe.fx.passes.sample_dimensions import size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
 
 ORDER: tuple[Mixing, ...] = ("compares samples", "not linear")
@@ -295,9 +296,7 @@ class _SampleRun(GraphInterpreter):
     ) -> None:
         super().__init__()
         self._traced, self._samples, self._outputs, self._own, self._watch = traced, samples, outputs, own, watch
-        values = [value for node in samples if isinstance(value := value_of(node), torch.Tensor)]
-        first = {expression_of(value.shape[0]) for value in values if isinstance(value.shape[0], torch.SymInt)}
-        self._symbols = {size for size in first if size.is_Symbol}  # some graphs are for one number of samples
+        self._symbols = symbols_of_samples(samples)
 
     def found(self, scalar: Node) -> Mixing | None:
         needed: set[Node] = set()
@@ -349,10 +348,7 @@ class _SampleRun(GraphInterpreter):
 
     def _size(self, size: int | torch.SymInt) -> int:
         """That of the example, with as many samples as are watched."""
-        if not isinstance(size, torch.SymInt):
-            return size
-        found = size.node.expr.subs(dict.fromkeys(self._symbols, self._watch.sizes[0]))
-        return int(found) if found.is_number else hint(size)
+        return size_at(size, self._symbols, self._watch.sizes[0])
 
     def get_attr(self, node: Node) -> Any:
         raise AssertionError("it is given")

@@ -161,8 +161,6 @@ class UpdateRunner:
         """What updates have found, for the training thread to say."""
         self._pairs: Sequence[ParameterPair] = ()
         """Of the ``step_fn`` that runs."""
-        self._checked: set[frozenset[int]] = set()
-        """The parameters of each optimizer that has stepped, by id."""
         self._wrong = WrongParameters()
 
     @property
@@ -252,9 +250,7 @@ class UpdateRunner:
 
     def before_step(self, parameters: frozenset[int]) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
-        if parameters not in self._checked:
-            self._checked.add(parameters)
-            self._wrong.note_optimizer(parameters, self._pairs)
+        self._wrong.note_optimizer(parameters, self._pairs)
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):

@@ -61,8 +61,8 @@ class WrongParameters:
         if written := [pair for pair, mark in not_handed_over if mark.is_marked or mark.has_other_values]:
             self._tell(
                 "writes",
-                f"step_fn wrote {_names(written)}, the model's own, in whose place the update's weights come: that is "
-                "lost. Write model.optim_parameters() there, or the model after the step",
+                f"step_fn wrote {_names(written)}, the model's own parameters, which the update then overwrites: the "
+                "write is lost. Write model.optim_parameters() there, or the model after the step",
             )
         late = [pair for pair, mark in self._late if id(pair.copy) not in self._stepped]
         if (
@@ -82,6 +82,8 @@ class WrongParameters:
 
     def note_optimizer(self, parameters: frozenset[int], pairs: Sequence[ParameterPair]) -> None:
         """An optimizer that has these, by id, steps."""
+        if parameters <= self._stepped:
+            return
         self._stepped |= parameters
         if own := sum(id(pair.parameter) in parameters for pair in pairs if pair.copy is not None):
             self._tell(
