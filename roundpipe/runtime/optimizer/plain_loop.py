@@ -8,7 +8,8 @@ gradients in between is seen to where a backward ends (`OptimizerSide.end_call`)
 
 Beside `RoundPipe.step` an optimizer's ``zero_grad()`` is looked at, too: it waits behind an update that has yet to read
 the gradients, and takes those of a round that no step has taken. torch has no hook for it, so it is wrapped; so are the
-functions that clip gradients, which take less time if nobody looks at what they do (`as_on_host.py`).
+functions that clip gradients, which take less time if nobody looks at what they do (`as_on_host.py`), and the methods
+that read and write an optimizer's states, which wait for the update.
 
 The hooks stay for the process: another thread may be in the middle of a step, which goes through them one by one.
 """
