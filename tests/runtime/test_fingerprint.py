@@ -18,7 +18,7 @@ def test_a_sample_is_of_elements_all_over(dtype, shape):
     tensor = torch.randn(shape).mul(9).to(dtype)
     stride = tensor.numel() // SAMPLED | 1
     expected = tensor.reshape(-1)[::stride].contiguous()
-    assert of(tensor).sample[1] == bytes(expected.view(torch.uint8).tolist())
+    assert of(tensor).sample.bits == bytes(expected.view(torch.uint8).tolist())
 
 
 def test_a_write_through_data_shows_and_nan_is_itself():
@@ -49,3 +49,19 @@ def test_views_and_what_has_no_memory():
     )
     for tensor in (emptied, *others):
         assert of(tensor).sample is None and not of(tensor).has_other_values
+
+
+def test_memory_that_is_gone_is_not_read_and_what_has_moved_is_compared_with_what_it_was():
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    before = of(parameter)
+    parameter.data = torch.zeros(1000)  # frees what the sample was of
+    assert before.is_marked and not before.has_other_values
+    values = torch.randn(1000)
+    parameter.data = values
+    before = of(parameter)
+    parameter.data = values.clone()
+    moved = before.moved()
+    assert not moved.is_marked and not moved.has_other_values
+    parameter.data.add_(1.0)
+    assert moved.has_other_values
+    assert before.moved().has_other_values  # also if it was written before anybody said that it has moved

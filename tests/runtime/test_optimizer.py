@@ -153,7 +153,7 @@ def test_a_step_that_does_nothing_after_others_is_not_warned_of(model, side):
 def test_copies_are_compared_until_an_optimizer_of_them_has_stepped(model, side, monkeypatch):
     """A fused one leaves no mark, and what lies on a device shows no values either."""
     compared = []
-    monkeypatch.setattr(fingerprint, "_sample", lambda parameter: None)  # as of what is not on the host
+    monkeypatch.setattr(fingerprint._Sample, "of", lambda parameter: None)  # as of what is not on the host
     look = SimpleNamespace(of=lambda copy: compared.append(copy) or Fingerprint.of(copy))
     monkeypatch.setattr(update, "Fingerprint", look)
     optimizer, copies = torch.optim.AdamW(side.optim_parameters(), lr=LR, fused=True), list(side.optim_parameters())

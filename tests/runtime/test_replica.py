@@ -233,6 +233,24 @@ def test_a_shared_submodule_has_one_copy():
     assert replica.module[0] is not shared
 
 
+def test_what_holds_nothing_and_computes_nothing_is_shared():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.passing, self.hooked = nn.Identity(), nn.Identity()
+            self.empty, self.full = nn.ModuleDict(), nn.ModuleDict({"inner": nn.Linear(2, 2)})
+            self.hooked.register_forward_hook(lambda *_: None)
+
+    model = Adapted()
+    copied = Replica(model, CPU).module
+    assert copied.passing is model.passing and copied.empty is model.empty
+    others = ("linear", "hooked", "full")
+    assert all(getattr(copied, name) is not getattr(model, name) for name in others)
+    root = nn.Identity()
+    assert Replica(root, CPU).module is not root
+
+
 def test_attributes_let_go_of_device_tensors():
     block = Block()
     replica = Replica(block, CPU)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,41 @@ _FORMATS: dict[int, _Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 """Of elements as bits, by their bytes, in memory views."""
 
 
+class _Sample(NamedTuple):
+    """About `SAMPLED` elements all over a tensor's memory: a write through ``.data`` leaves no other mark.
+
+    They are read without torch, whose every call lets other threads go first: hundreds of parameters are looked at.
+    """
+
+    memory: memoryview
+    """Where they are; read only while the tensor has its memory there."""
+    storage: tuple[int, int]
+    """Its bytes, and the element of it that the tensor begins at."""
+    bits: bytes
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Sample | None:
+        """None if it is not one piece of memory here."""
+        size, num = parameter.element_size(), parameter.numel()
+        kind = _FORMATS.get(size)
+        if kind is None or not is_plain(parameter) or not parameter.is_cpu or not parameter.is_contiguous():
+            return None
+        storage = _storage_of(parameter)
+        if not num or storage[0] < (storage[1] + num) * size:
+            return None  # its memory was taken away
+        whole = memoryview(_bytes_type(num * size).from_address(parameter.data_ptr()))
+        memory = whole.cast("B").cast(kind)[:: num // SAMPLED | 1]  # odd: not always the same column
+        return cls(memory, storage, memory.tobytes())
+
+    def is_other(self, parameter: torch.Tensor) -> bool:
+        """Whether a tensor that has its memory where it had it holds something else by now."""
+        return _storage_of(parameter) == self.storage and self.memory.tobytes() != self.bits
+
+
+def _storage_of(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.untyped_storage().nbytes(), int(parameter.storage_offset())
+
+
 @dataclass(slots=True, eq=False)
 class Fingerprint:
     """What tells that a parameter was written: its version, its memory and a sample of its values."""
@@ -26,12 +61,18 @@ class Fingerprint:
     parameter: torch.Tensor
     version: int
     address: int
-    sample: tuple[_Format, bytes] | None
-    """The bits of some elements: a write through ``.data`` leaves no other mark."""
+    sample: _Sample | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor, *, with_sample: bool = True) -> Fingerprint:
-        return cls(parameter, *_marks(parameter), _sample(parameter) if with_sample else None)
+        return cls(parameter, *_marks(parameter), _Sample.of(parameter) if with_sample else None)
+
+    def moved(self) -> Fingerprint:
+        """The same of a parameter that has other memory now."""
+        address, sample = _marks(self.parameter)[1], self.sample and _Sample.of(self.parameter)
+        if self.sample is not None and sample is not None:
+            sample = sample._replace(bits=self.sample.bits)
+        return Fingerprint(self.parameter, self.version, address, sample)
 
     @property
     def is_marked(self) -> bool:
@@ -40,10 +81,11 @@ class Fingerprint:
 
     @property
     def has_other_values(self) -> bool:
-        """Whether the sample holds something else by now."""
-        if self.sample is None or (now := _sample(self.parameter)) is None:
+        """Whether the sample holds something else by now; where the memory is another, `is_marked` tells."""
+        parameter, sample = self.parameter, self.sample
+        if sample is None or parameter.data_ptr() != self.address:
             return False
-        return now[0] == self.sample[0] and now[1] != self.sample[1]
+        return sample.is_other(parameter)
 
 
 def any_marked(prints: Sequence[Fingerprint]) -> bool:
@@ -63,22 +105,6 @@ def any_marked(prints: Sequence[Fingerprint]) -> bool:
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
     version = 0 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if is_plain(parameter) else 0
-
-
-def _sample(parameter: torch.Tensor) -> tuple[_Format, bytes] | None:
-    """The bits of about `SAMPLED` elements all over a parameter; None if it is not one piece of memory here.
-
-    They are read without torch, whose every call lets other threads go first: hundreds of parameters are looked at.
-    """
-    size, num = parameter.element_size(), parameter.numel()
-    kind = _FORMATS.get(size)
-    if kind is None or not is_plain(parameter) or not parameter.is_cpu or not parameter.is_contiguous():
-        return None
-    if not num or parameter.untyped_storage().nbytes() < (parameter.storage_offset() + num) * size:
-        return None  # its memory was taken away
-    memory = _bytes_type(num * size).from_address(parameter.data_ptr())
-    stride = num // SAMPLED | 1  # odd: not always the same column
-    return kind, memoryview(memory).cast("B").cast(kind)[::stride].tobytes()
 
 
 @functools.cache

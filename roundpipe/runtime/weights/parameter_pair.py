@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ class ParameterPair:
         if self.banks is not None and self.banks.other is None:
             self.banks = None
         if self.fingerprint is not None:
-            self.fingerprint = replace(self.fingerprint, address=Fingerprint.of(self.parameter).address)
+            self.fingerprint = self.fingerprint.moved()
 
     @torch.no_grad()
     def start_again(self) -> None:

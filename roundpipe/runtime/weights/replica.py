@@ -1,6 +1,7 @@
 """Shallow copies of a user's module tree, that a worker binds to device weights for one visit without touching it.
 
 A replica has its own ``_parameters``, ``_buffers`` and ``_modules`` and shares all else: hooks, configuration, caches.
+Modules of torch that compute nothing and hold nothing are shared as they are: adapters bring them by the thousand.
 Attributes that point back into the tree (a bound method, a list of submodules, a partial) point into the replica.
 
 Invariant: running a replica never changes the original's parameters, buffers or submodules. Attributes of
@@ -19,12 +20,23 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import EXECUTION_DEVICE
 from roundpipe.core.module_tree import structure_message
+from roundpipe.effects.places import has_hooks
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers, hooks_of
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.module_copy import Attributes, ModuleCopy, Tensors
 from roundpipe.runtime.weights.residents import Stay
 from roundpipe.runtime.weights.slots import Attribute, Slot, TensorPlaces, version_of
+
+_BARE = frozenset((nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList))
+"""Classes of modules that have no state of their own where they hold nothing."""
+
+
+def _is_bare(module: nn.Module) -> bool:
+    if type(module) not in _BARE or "forward" in module.__dict__ or EXECUTION_DEVICE in module.__dict__:
+        return False
+    return not (module._parameters or module._buffers or module._modules or has_hooks(module))
 
 
 @dataclass(slots=True)
@@ -77,6 +89,9 @@ class Replica:
     def _copy(self, original: nn.Module) -> nn.Module:
         if (twin := self._twins.get(id(original))) is not None:
             return twin
+        if self._originals and _is_bare(original):
+            self._twins[id(original)] = original
+            return original
         if isinstance(original, torch.jit.ScriptModule):
             twin = copy.deepcopy(original)  # a script module's state lives in C++
             self._twins.update(zip(map(id, original.modules()), twin.modules(), strict=True))
