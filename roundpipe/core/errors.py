@@ -27,6 +27,11 @@ def shown(value: Any, most: int = 80) -> str:
         text = repr(value)
     except Exception:  # a number of more digits than Python writes, a repr of the user's that fails
         text = object.__repr__(value)
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text, of which what is longer than ``most`` characters is cut."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -59,12 +64,15 @@ def note_place(error: BaseException, where: str) -> None:
     add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
 
 
-_OF_SIZES = ("out of range", "out of bounds", "offsets", "must match", "not match")
+_OF_SIZES = (
+    *("out of range", "out of bounds", "offsets", "must match", "not match", "invalid for input of size"),
+    *("cannot reshape", "number of ones in mask"),
+)
 """In errors that a batch may raise that was cut where its tensors belong together."""
 
 
-def note_cut(error: BaseException, number: int | None = None) -> None:
-    """Say of some errors that the model was called with one of so many pieces of a batch, which may be why.
+def note_cut(error: BaseException, number: int | None = None, *, is_of_loss: bool = False) -> None:
+    """Say of some errors that the model or ``loss_fn`` was called with one of so many pieces of a batch: maybe why.
 
     Those are torch's, where it wants several samples for a norm in training, and those about sizes and indices.
     """
@@ -76,27 +84,34 @@ def note_cut(error: BaseException, number: int | None = None) -> None:
             "the batch as a whole. Set num_microbatch in RoundPipeRunConfig to at most half the number of samples",
         )
     elif isinstance(error, IndexError) or any(words in text for words in _OF_SIZES):
-        add_note(
-            error,
-            f"roundpipe: the model was called with one of the {number or 'several'} microbatches that the batch was cut"
-            " into, along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a "
-            "graph's nodes and edges: use num_microbatch=1, or say by split_input how they are cut",
+        cut = f"was called with one of the {number or 'several'} microbatches that the batch was cut into"
+        of_loss = 'If it takes samples together, such as groups of answers, use loss_scope="batch" or num_microbatch=1'
+        of_model = (
+            "along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's "
+            "nodes and edges: use num_microbatch=1, or say by split_input how they are cut"
         )
+        add_note(error, f"roundpipe: {f'loss_fn {cut}. {of_loss}' if is_of_loss else f'the model {cut}, {of_model}'}")
 
 
 class RaisedIn:
-    """A context that notes, at exceptions of users' code, where they were raised."""
+    """A context that notes, at exceptions of users' code, where they were raised.
 
-    __slots__ = ("_where",)
+    ``num_pieces``: how many pieces of a batch a loss function is given, one by one.
+    """
 
-    def __init__(self, where: str | Callable[[BaseException], str]) -> None:
+    __slots__ = ("_num_pieces", "_where")
+
+    def __init__(self, where: str | Callable[[BaseException], str], num_pieces: int = 1) -> None:
         self._where = where
+        self._num_pieces = num_pieces
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             note_place(error, self._where if isinstance(self._where, str) else self._where(error))
+            if self._num_pieces > 1 and isinstance(error, Exception):
+                note_cut(error, self._num_pieces, is_of_loss=True)
 
 
 class GradientNote:
@@ -206,6 +221,13 @@ class TraceError(RoundPipeError, RuntimeError):
         super().__init__(message)
         self.cause = cause
         self.facts = facts or TraceFacts()
+
+
+class OnlyWholeError(RoundPipeError, RuntimeError):
+    """The model can't run one of the pieces that a batch was cut into by itself, and can run the whole.
+
+    Its cause is what the piece raises. Wrappers run the whole then; it reaches nobody else.
+    """
 
 
 class PartitionError(RoundPipeError, ValueError):

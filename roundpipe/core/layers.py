@@ -357,11 +357,14 @@ class ChainSource(Protocol):
         kwargs: dict[str, Any],
         before: LayerChain | None = None,
         batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        *,
+        or_whole: bool = False,
     ) -> LayerChain | None:
         """The chain for the arguments of one microbatch (real tensors); None: the call must run another way.
 
         ``before`` is that of the microbatch before in the same call: since then nothing has touched the model.
         ``batch``: the arguments of a whole of which the microbatch is a piece, by which the model's code decides.
+        ``or_whole``: raise an `OnlyWholeError` where there is a chain for the batch, and none for the piece.
         """
 
     def others(self) -> Iterable[ChainSource]:
@@ -379,13 +382,7 @@ class FixedChain:
     def latest(self) -> LayerChain:
         return self.chain
 
-    def chain_for(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: LayerChain | None = None,
-        batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-    ) -> LayerChain:
+    def chain_for(self, *_: Any, **__: Any) -> LayerChain:
         return self.chain
 
     def others(self) -> Iterable[ChainSource]:

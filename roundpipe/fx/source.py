@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
-from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
+from roundpipe.core.errors import OnlyWholeError, TraceCause, TraceError, add_note, enumerated, said
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
@@ -117,13 +118,17 @@ class TracedSource:
         kwargs: dict[str, Any],
         before: LayerChain | None = None,
         batch: Arguments | None = None,
+        *,
+        or_whole: bool = False,
     ) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
 
         ``before`` is that of the microbatch before in the same call: the model still is what it was compared with then.
         ``batch``: the arguments are a piece of these, by whose data the model's code decides (see `fx.guards.values`).
+        ``or_whole``: whether the batch may run in place of its pieces, if they can't be traced.
 
         Raises:
+            OnlyWholeError: the batch will run in their place.
             TraceError: the model can't be traced and ``on_failure`` raised it.
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
@@ -147,14 +152,26 @@ class TracedSource:
             try:
                 return self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
-                if error.cause is TraceCause.MODEL_ERROR and isinstance(error.__cause__, Exception):
-                    add_note(error.__cause__, f"roundpipe: {error}")
-                    raise error.__cause__ from None
+                own = error.__cause__ if error.cause is TraceCause.MODEL_ERROR else None
+                if or_whole and batch is not None and _is_piece((args, kwargs), batch) and self._serves(*batch):
+                    raise OnlyWholeError("its forward can't be traced" if own is None else said(own)) from error
+                if isinstance(own, Exception):
+                    add_note(own, f"roundpipe: {error}")
+                    raise own from None
                 self._refuse_lost_state(error)
                 if not self._failed_modes:
                     self._on_failure(error)
                 self._failed_modes.add(self._model.training)
                 return None
+
+    def _serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a trace serves a call with these arguments, or a new one does."""
+        if all(traced.guards.check(args, kwargs) is not None for traced, _ in self._traces):
+            try:
+                self._trace(args, kwargs, "since a piece of the batch can't be traced")
+            except TraceError:
+                return False
+        return True
 
     def others(self) -> Iterator[TracedSource]:
         """Sources that cut the model into layers within other limits (`LowerOptions.others`).
@@ -263,6 +280,12 @@ class TracedSource:
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
             return self._graph_for(args, kwargs, None)  # it does not serve the whole, so a piece decides by itself
         return traced
+
+
+def _is_piece(arguments: Arguments, batch: Arguments) -> bool:
+    """Whether arguments are not all of a batch."""
+    own, whole = trees.tensors(arguments), trees.tensors(batch)
+    return len(own) != len(whole) or not all(map(operator.is_, own, whole))
 
 
 def misfit(

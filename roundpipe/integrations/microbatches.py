@@ -147,8 +147,8 @@ class LossKind:
         if self.errors:
             classes = _classes(batch, self.label_names)
             if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
-                self._measure(batch, classes, measure)
-            while self._has_new(classes) and self._measure(batch, classes, measure):
+                self._measure(batch, classes, self._telling(batch) or self._few(classes), measure)
+            while self._has_new(classes) and self._measure(batch, classes, self._few(classes), measure):
                 pass
             if self._num_measured >= MAX_MEASURED and self.errors:
                 self.errors = dict([min(self.errors.items(), key=lambda item: item[1])])
@@ -173,6 +173,16 @@ class LossKind:
         first, *others = self._factors(pieces) or [None]
         return all(other == first or first and other and _are_close(first, other) for other in others)
 
+    def _telling(self, batch: Batch) -> list[int]:
+        """Two samples that the weighings that are left weigh in other ways, such as a long and a short one, if any."""
+        parts = [_rows(batch, [index]) for index in range(batch.num_samples)]
+        known = [[each for each in own if each] for own in (self._weights(kind, parts) for kind in self.errors)]
+        told = [own for own in known if len(own) == len(parts)]
+        widest = max(told, key=lambda own: max(own) / min(own), default=[1.0])
+        if len(told) < 2 or max(widest) <= min(widest):
+            return []
+        return [widest.index(min(widest)), widest.index(max(widest))]
+
     def _few(self, classes: Sequence[set[int]]) -> list[int]:
         """Samples to measure on: those with the most classes that are new, beside one with classes that are not."""
         few = [index for index, each in enumerate(classes) if each & self._alike][:1]
@@ -182,9 +192,8 @@ class LossKind:
             few.append(max(others, key=lambda index: len(classes[index] - seen)))
         return few
 
-    def _measure(self, batch: Batch, classes: Sequence[set[int]], measure: Measure) -> bool:
-        """Returns whether something new is known of the classes."""
-        few = self._few(classes)
+    def _measure(self, batch: Batch, classes: Sequence[set[int]], few: Sequence[int], measure: Measure) -> bool:
+        """Measure on a few samples; returns whether something new is known of the classes."""
         parts = [_rows(batch, [index]) for index in few]
         weights = {kind: self._weights(kind, parts) for kind in self.errors}
         told = {kind: found for kind, each in weights.items() if (found := factors(each))}
@@ -193,7 +202,7 @@ class LossKind:
         if not told:
             return False
         try:
-            whole, *losses = measure([_rows(batch, few), *parts])
+            whole, *losses = measure([_rows(batch, [*few]), *parts])
         except (RoundPipeError, CalledAgain, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of code that halves a batch, say; what is wrong anyway fails for the whole, too

@@ -1,12 +1,15 @@
-"""An optimizer whose steps run beside the next step of the model."""
+"""An optimizer whose steps run beside the next step of the model, and the scaler of its gradients."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.wrappers.pipe import RoundPipe
 
 
@@ -24,9 +27,13 @@ class LateOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self.state = optimizer.state
 
-    def clip_later(self, clip: Callable[..., Any]) -> Any:
-        """Have the next update clip its gradients; returns the norm of the latest update that is over."""
-        self._clip = clip
+    def clip_later(self, clip: Callable[..., Any], max_norm: float, norm_type: float) -> Any:
+        """Have the next update clip its gradients; returns the norm of the latest update that is over, if one is.
+
+        An infinite ``max_norm``, by which a trainer asks for the norm alone, leaves what was asked for before.
+        """
+        if self._clip is None or not math.isinf(max_norm):
+            self._clip = functools.partial(clip, max_norm=max_norm, norm_type=norm_type)
         return self._norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -59,3 +66,18 @@ class LateOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
         for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def prepare_scaler(accelerator: Any, has_copies: bool) -> None:
+    """Have the scale where gradients are: torch's unscales them before a scale has come from another device.
+
+    ``has_copies``: whether those of parameters are updated, of which some may be on devices.
+    """
+    scaler = getattr(accelerator, "scaler", None)
+    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+        return
+    if has_copies:
+        accelerator.scaler = GradScaler()
+        accelerator.scaler.load_state_dict(scaler.state_dict())
+    else:
+        scaler.scale(torch.zeros(()))  # which makes the scale, here

@@ -32,10 +32,10 @@ from transformers import Trainer
 
 from roundpipe.api import compile
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, LossError
+from roundpipe.core.errors import ConfigError, LossError, OnlyWholeError
 from roundpipe.integrations.arguments import RoundPipeArguments, check_training_arguments
 from roundpipe.integrations.microbatches import HALF_TOLERANCE, TOLERANCE, Batch, LossKind, Weighing, cut
-from roundpipe.integrations.optimizers import LateOptimizer
+from roundpipe.integrations.optimizers import LateOptimizer, prepare_scaler
 from roundpipe.integrations.stand_in import (
     CalledAgain,
     ModelStandIn,
@@ -44,9 +44,10 @@ from roundpipe.integrations.stand_in import (
     attributes_kept,
     model_of,
 )
+from roundpipe.integrations.training_step import step_around
 from roundpipe.runtime.config import AUTO, RoundPipeRunConfig
 from roundpipe.runtime.microbatch.pieces import BatchPieces
-from roundpipe.runtime.optimizer.grad_scaler import GradScaler
+from roundpipe.wrappers.batch_warnings import warn_of_whole
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -104,6 +105,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         self._pipe: RoundPipe | None = None
         self._kept: list[tuple[dict[str, Any], Any]] = []
         self._calls_model_once = True
+        self._runs_whole = False
+        """Whether the model could not run a piece of a batch."""
         self._kinds: dict[tuple[bool, bool], LossKind] = {}
         self._loss_lock = threading.Lock()
         super().__init__(*args, **kwargs)
@@ -161,7 +164,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the trainer makes it, or as it was given; of the rotation's copies, if it needs them."""
-        self._prepare_scaler()
+        prepare_scaler(self.accelerator, self._has_copies)
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._has_copies and not hasattr(optimizer, "optimizer"):  # else a second train() has it from the first
             self.pipe.adopt(optimizer)
@@ -169,22 +172,11 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
                 self.optimizer = optimizer = LateOptimizer(optimizer, self.pipe)
         return optimizer
 
-    def _prepare_scaler(self) -> None:
-        """Have the scale where gradients are: torch's unscales them before a scale has come from another device."""
-        scaler = getattr(self.accelerator, "scaler", None)
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return
-        if self._has_copies:  # some are on devices
-            self.accelerator.scaler = GradScaler()
-            self.accelerator.scaler.load_state_dict(scaler.state_dict())
-        else:
-            scaler.scale(torch.zeros(()))  # which makes the scale, here
-
     def _clip(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients that the optimizer has."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if isinstance(optimizer, LateOptimizer):
-            return optimizer.clip_later(functools.partial(clip, max_norm=max_norm, norm_type=norm_type))
+            return optimizer.clip_later(clip, max_norm, norm_type)
         if self._has_copies:
             parameters = self.pipe.optim_parameters()
         return clip(parameters, max_norm, norm_type=norm_type)
@@ -198,6 +190,9 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a batch, or run all of an accumulation; the loss is that of all, at the last of them."""
+        return step_around(super().training_step, self._step_in_rotation, model, inputs, num_items_in_batch)
+
+    def _step_in_rotation(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         model.train()
         train_optimizer = getattr(self.optimizer, "train", None)
         if callable(train_optimizer):
@@ -219,13 +214,24 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def _num_asked(self, batch: Batch, num_batches: int = 1) -> int:
         """Microbatches of a batch, of so many in a round, if it has as many samples."""
+        if self._runs_whole:
+            return 1
         number = self.pipe.num_microbatches_for(batch.args, batch.kwargs)
         return number if self.rotation.config.num_microbatch == AUTO else math.ceil(number / num_batches)
+
+    def _run_cut(self, run: Callable[[], Any]) -> Any:
+        """Do something with microbatches, or with whole batches where the model can't run the pieces of one."""
+        try:
+            return run()
+        except OnlyWholeError as error:
+            self._runs_whole = True
+            warn_of_whole(type(self).__name__, error, "per_device_train_batch_size sets how much runs at once")
+            return run()
 
     def _run_all(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
         if self._calls_model_once:
             try:
-                return self._run_round(kept)
+                return self._run_cut(lambda: self._run_round(kept))
             except CalledAgain:
                 self._calls_model_once = False
                 self.pipe.zero_grad()
@@ -346,7 +352,11 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """The trainer's, with the model in rotation; its own loss is that of the batch, however the batch is cut."""
-        evaluate = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
+        run = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            return self._run_cut(lambda: run(*args, **kwargs))
+
         own = self.model
         others = {"generate": self.pipe.generate} if hasattr(own, "generate") else {}
         # also in the place of the trainer's own, which one with `predict_with_generate` asks

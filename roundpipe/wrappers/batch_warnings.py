@@ -14,6 +14,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
+from roundpipe.core.errors import OnlyWholeError, said, shortened
 from roundpipe.core.layers import LayerChain
 from roundpipe.runtime.config import ResolvedConfig
 
@@ -27,17 +28,23 @@ class BatchWarnings:
     def __init__(self, name: str) -> None:
         self._name = name
         self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_mixing = False
+        self._runs_whole = False
+        """Whether the model could not run a piece of a batch."""
         self._num_read = 0
         """Calls whose scalars were read from a device."""
 
     def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
         """The config for a call, which cuts nothing where the pieces of a batch would not give what the whole does.
 
-        That is where a module of the chain takes dimension 0 as time. Where the model mixes samples, a number of
-        microbatches that somebody has given stays.
+        That is where a module of the chain takes dimension 0 as time. Where the model mixes samples, or could not run
+        a piece, a number of microbatches that somebody has given stays.
         """
         is_whole = config.num_microbatch == 1 and not config.auto
-        if chain is None or config.split_input is not None or is_whole:
+        if config.split_input is not None or is_whole:
+            return config
+        if self._runs_whole and self.may_choose(config):
+            return replace(config, num_microbatch=1, auto=frozenset())
+        if chain is None:
             return config
         if who := chain.takes_samples_as_time:
             self._warn_of_mixing(
@@ -61,6 +68,17 @@ class BatchWarnings:
                 "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch"
             )
         return replace(config, num_microbatch=1, auto=frozenset())
+
+    def may_choose(self, config: ResolvedConfig) -> bool:
+        """Whether nobody has said how batches are cut, or into how many microbatches."""
+        return config.split_input is None and not config.is_number_given
+
+    def run_whole(self, error: OnlyWholeError) -> None:
+        """Have batches run in one piece from now on, since a piece has raised this."""
+        self._runs_whole = True
+        warn_of_whole(
+            self._name, error, "Where images belong to texts, say, split_input can tell how: see docs/models.md"
+        )
 
     def _warn_of_mixing(self, text: str) -> None:
         if not self._has_warned_of_mixing:
@@ -124,6 +142,15 @@ class BatchWarnings:
                 "are true: say by merge_output how it is merged, or use num_microbatch=1"
             )
         warn(f"output{trees.path_string(differing[0])} of {self._name} {text}")
+
+
+def warn_of_whole(name: str, error: OnlyWholeError, advice: str) -> None:
+    """Say that batches run in one piece from now on, since a piece of one has raised this."""
+    words = shortened(said(error).partition("\n")[0], 200)
+    warn(
+        f"{name}: the model can't run a piece of a batch by itself ({words}), but the whole batch. So batches are not "
+        f"cut from now on but run as one microbatch. {advice}"
+    )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -18,17 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
 from roundpipe.core.contexts import garbage_kept
-from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_cut
+from roundpipe.core.errors import DeviceMemoryError, GradientNote, OnlyWholeError, RaisedIn, note_cut
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import (
-    LossReduction,
-    LossScope,
     ResolvedConfig,
     RoundPipeRunConfig,
     microbatch_count,
@@ -126,7 +123,8 @@ class ChainRunner(Runner):
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
         count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
-        reads = session.optimizer.may_have_twins and has_backward and reaches(training.loss_fn, self.model)
+        may_matter = session.optimizer.may_have_twins or session.engine.num_workers > 1
+        reads = may_matter and reaches(training.loss_fn, self.model)
         alone = wait_for_weights(session, self.model, training.loss_fn)
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -270,54 +268,61 @@ class ChainRunner(Runner):
             return None, options  # there never was one
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self.last_chain)
+        rest = (options, label, loss_fn, first_microbatch, make_tail, share)
+        again = functools.partial(self._calls, args, kwargs, config, *rest, is_evaluation=is_evaluation)
         pieces = split(args, kwargs, label, config, self._shared)
+        number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
+        or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         for events in pieces.events:
             for event in events:  # guards may read the arguments
                 event.synchronize()
 
         def calls_by(source: ChainSource) -> list[Call] | None:
-            if (chains := _chains(source, pieces)) is None:
+            if (chains := _chains(source, pieces, or_whole=or_whole)) is None:
                 return None
             calls: list[Call] = []
             joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
             for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
                 if not calls or calls[-1].chain is not chain:
-                    number = pieces.num_microbatches
                     calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
                 calls[-1].args.append(piece_args)
                 calls[-1].kwargs.append(piece_kwargs)
                 calls[-1].labels.append(piece_label)
-            shares = pieces.shares
             for call in calls:
                 call.is_evaluation = is_evaluation
                 if config.loss_reduction == "mean":
                     first = call.first_microbatch - first_microbatch
-                    own = None if shares is None else shares[first : first + call.num_microbatches]
-                    call.mean = Mean(own, pieces.num_microbatches, len(calls) == 1, share=share)
+                    own = None if (shares := pieces.shares) is None else shares[first : first + call.num_microbatches]
+                    call.mean = Mean(own, number, len(calls) == 1, share=share)
                 if loss_fn is not None:
                     plan_hooks_beside_loss(call)
             return calls
 
-        if (calls := calls_by(self.source)) is None:
+        try:
+            calls = calls_by(self.source)
+        except OnlyWholeError as error:
+            if not may_choose:
+                raise
+            self._batch_warnings.run_whole(error)
+            return again()
+        if calls is None:
             self.last_chain = None
             return None, pieces.replay_options(options, config)
-        if pieces.num_microbatches > 1 and self._batch_warnings.in_one_piece(config, calls[0].chain) is not config:
+        if number > 1 and self._batch_warnings.in_one_piece(config, calls[0].chain) is not config:
             self.last_chain = calls[0].chain
-            again = (options, label, loss_fn, first_microbatch, make_tail, share)
-            return self._calls(args, kwargs, config, *again, is_evaluation=is_evaluation)
-        builder = self.builder
-        self.source, calls = cut_to_fit(self.source, calls, builder.plans, builder.has_plan, calls_by)
+            return again()
+        self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain
         return calls, options
 
 
-def _chains(source: ChainSource, pieces: Split) -> list[LayerChain] | None:
-    """A source's chain for each microbatch; None if one has none."""
+def _chains(source: ChainSource, pieces: Split, *, or_whole: bool) -> list[LayerChain] | None:
+    """A source's chain for each microbatch; None if one has none. ``or_whole``: see `ChainSource.chain_for`."""
     chains: list[LayerChain] = []
     for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
         batch = None if pieces.batches is None else pieces.batches[index]
         try:
-            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch)
+            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, or_whole=or_whole)
         except Exception as error:
             if pieces.num_microbatches > 1:
                 note_cut(error, pieces.num_microbatches)
@@ -360,30 +365,6 @@ class ChainProgram(Program):
 
     def start(self, session: Session) -> ChainRunner:
         return ChainRunner(session, self.model, self.source, session.name, session.config, self.make_fallback)
-
-
-def pass_outputs(outputs: Any, labels: Any) -> Any:
-    """The loss of a model that returns its loss."""
-    return outputs
-
-
-def with_loss_options(
-    options: RoundPipeRunConfig | None, loss_reduction: LossReduction | None, loss_scope: LossScope | None
-) -> RoundPipeRunConfig:
-    """A call's options with those that it gave beside them, which win; None: it gave no others."""
-    options = RoundPipeRunConfig() if options is None else options
-    given = {"loss_reduction": loss_reduction, "loss_scope": loss_scope}
-    given = {name: value for name, value in given.items() if value is not None}
-    return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
-
-
-def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
-    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
-    check_type("input_args", input_args, tuple | list, positional("input_kwargs"))
-    check_keywords("input_kwargs", input_kwargs)
-    if not callable(loss_fn):
-        raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
-    check_flag("return_outputs", return_outputs)
 
 
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

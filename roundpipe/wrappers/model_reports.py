@@ -56,11 +56,14 @@ class ModelReports(ModelView):
 
         Returns:
             One per loss whose meaning the graph tells; none where the model runs without a graph, or mixes samples.
+
+        Raises:
+            OnlyWholeError: the model can run the batch, and not the microbatch.
         """
         if not isinstance(self._runner, ChainRunner):
             return ()
         with self._session.call():
-            chain = self._runner.source.chain_for(args, kwargs, None, batch)
+            chain = self._runner.source.chain_for(args, kwargs, None, batch, or_whole=True)
         return () if chain is None or chain.mixes_samples else chain.own_losses
 
     def num_microbatches_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -224,6 +224,8 @@ class ModuleSource(FixedChain):
         kwargs: dict[str, Any],
         before: LayerChain | None = None,
         batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        *,
+        or_whole: bool = False,
     ) -> LayerChain:
         if self._structure.changed() is not None:
             self.chain, self._structure = layers_of(self._model), Structure(self._model.modules())

@@ -23,12 +23,13 @@ from roundpipe.runtime.optimizer.update import StepHandle
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
-from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs, with_loss_options
+from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.given import given_microbatches
 from roundpipe.wrappers.model_reports import ModelReports
 from roundpipe.wrappers.model_view import ForwardOfModel, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
 from roundpipe.wrappers.session import Program, Session, TrainingCall
+from roundpipe.wrappers.training_arguments import check_training_call, pass_outputs, with_loss_options
 
 
 class RoundPipe(ModelReports):

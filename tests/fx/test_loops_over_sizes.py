@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import roundpipe
 from roundpipe.fx.trace.verify import ShapeVerifier
 from tests.fx.against_eager import check
 from tests.fx.modules import LogProbs
@@ -87,3 +88,13 @@ def test_a_function_that_writes_its_argument_is_right_at_all_sizes(verified: lis
     """Its result is its argument, which no result at other sizes can stand for."""
     seen = check(lambda: Tokens("in place"), tokens, sizes=SIZES[:3], num_microbatches=1)
     assert not seen.fell_back and seen.trace_count == 1 and len(verified) == 2
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_to_try_code_at_several_sizes_makes_it_draw_no_random_numbers(kind: str) -> None:
+    """Or calls would take some from the caller's generator, and what a loop draws next would be others."""
+    with roundpipe.compile(Tokens(kind), devices=["cpu"]) as piped:
+        for batch, length in SIZES[:2]:
+            given, state = tokens(batch, length), torch.get_rng_state()
+            piped.forward_backward(input_kwargs=given, loss_fn=lambda outputs, _: outputs.sum())
+            assert torch.equal(torch.get_rng_state(), state)

@@ -86,6 +86,13 @@ def of_pairs(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.last(torch.cat([one * other, one - other]))
 
 
+def marked(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of each sample, what is up to a place of its own."""
+    marks = torch.zeros_like(x)
+    marks[torch.arange(len(x)), x.argmax(-1)] = 1
+    return model.core(x * marks.flip(-1).cumsum(-1).flip(-1))
+
+
 MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "flip": lambda model, x: model.core(0.7 * x + 0.3 * x.flip(0)),
     "roll": lambda model, x: model.core(x + x.roll(1, 0)),
@@ -120,6 +127,8 @@ APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "two in one batch": lambda model, x: torch.mul(*model.core(torch.cat([x, x + 1])).chunk(2)),
     "one after the other": lambda model, x: torch.stack([model.core(sample) for sample in x]),
     "one out of each": lambda model, x: model.core(x)[torch.arange(len(x)), x.argmax(-1) % 3],
+    "a mark in each": marked,
+    "filled from its own": lambda model, x: model.core(model.first(x).masked_scatter(x > 0, model.second(x))),
     "a router": routed,
     "norms": lambda model, x: model.core(F.layer_norm(x, (WIDTH,)) + F.group_norm(x, 2) + x / x.norm(dim=-1)[:, None]),
     "attention in each": lambda model, x: model.last(model.attention(*[x[:, None].repeat(1, 5, 1)] * 3)[0]).mean(1),
@@ -152,6 +161,24 @@ def test_the_line_is_named_where_a_module_has_it() -> None:
     assert graph == "mean in the forward of Model"
     line = where(Outer(MIXED["mean"]))
     assert line.startswith("mean in ") and "test_sample_dependence.py:" in line and "x - x.mean(0)" in line
+
+
+class Filled(nn.Module):
+    """Has places for features, which are filled one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).masked_scatter(x > 0, self.first(features)))
+
+
+@pytest.mark.parametrize(("number", "is_mixed"), [(NUMBER, False), (NUMBER - 1, True), (NUMBER + 3, True)])
+def test_places_that_are_filled_one_after_the_other_are_found(number: int, is_mixed: bool) -> None:
+    """Where there are as many features as samples, which a batch is cut by, the model may check the number itself."""
+    traced = trace(Filled(), (torch.randn(NUMBER, WIDTH), torch.randn(number, WIDTH)), {})
+    assert ("masked_scatter" in dependence_of_samples(traced).where) == is_mixed
 
 
 def balanced(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:

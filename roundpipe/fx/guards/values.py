@@ -8,7 +8,8 @@ Invariant: a value read while tracing is one that `ValueProgram` reads again.
 
 Of a microbatch that is a piece of a batch, decisions are asked of the whole batch, if that is known: they are those of
 eager mode. What gives True or False is one, and so is the largest or smallest of some numbers, such as the length of
-the longest sample. Whether there are any of something is not: a piece that has none would average over nothing.
+the longest sample. Whether there are any of something is not: a piece that has none would average over nothing. Nor
+is whether there are as many of something as code expects, such as places for images: a piece has to have its own.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ from roundpipe.fx.graph.nodes import (
     mutated_by,
     needed_for,
     storage_key,
+    value_of,
 )
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.sizes import expression_of
 
 _EXTREMES = frozenset("max amax min amin".split())
 _CASTS = frozenset("to bool int long float double cpu squeeze".split())
 _MORE, _COUNTS = frozenset("gt ne".split()), frozenset("sum count_nonzero".split())
 """Ways to ask whether there are any."""
+_EQUALITIES = frozenset("eq ne".split())
+_OF_ONE_ANSWER = _CASTS | frozenset("all is_all_true logical_not".split())
+_OF_ONE_COUNT = _CASTS | frozenset("mul div floordiv add sub".split())
+"""What a count goes through before it is compared."""
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
 
@@ -269,12 +276,39 @@ def _is_decision(read: ValueRead, answer: Any) -> bool:
     if len(read.nodes) != 1 or not isinstance(answer, int | float):
         return isinstance(answer, bool)
     (node,) = read.nodes
-    while called_name(node) in _CASTS and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
+    if _equates_counts(node):
+        return False
+    node = _source_of(node, _CASTS)
     if not isinstance(answer, bool):
         return called_name(node) in _EXTREMES
     counted = node.args[0] if called_name(node) in _MORE and len(node.args) == 2 and node.args[1] == 0 else None
     return called_name(node) != "any" and not (isinstance(counted, Node) and called_name(counted) in _COUNTS)
+
+
+def _equates_counts(node: Node) -> bool:
+    """Whether it tells if a count is a certain number, other than that of all that were counted."""
+    node = _source_of(node, _OF_ONE_ANSWER)
+    operands = node.args if called_name(node) in _EQUALITIES else ()
+    for operand, other in zip(operands, operands[::-1], strict=True):
+        if isinstance(operand, Node) and called_name(_source_of(operand, _OF_ONE_COUNT)) in _COUNTS:
+            return not _is_number_of_all(_source_of(operand, _CASTS), other)
+    return False
+
+
+def _is_number_of_all(count: Node, other: Any) -> bool:
+    """Whether something is the number of elements that a node counts."""
+    counted = value_of(count.all_input_nodes[0]) if called_name(count) in _COUNTS else None
+    number = value_of(other) if isinstance(other, Node) else other
+    if not isinstance(counted, torch.Tensor) or isinstance(number, torch.Tensor):
+        return False
+    return bool(expression_of(counted.numel()) == expression_of(number))
+
+
+def _source_of(node: Node, through: frozenset[str]) -> Node:
+    """Where a value comes from, past calls of some names."""
+    while called_name(node) in through and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ _PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm linear mv addmv dot vdot".spl
 _PARTS = frozenset("slice split split_with_sizes".split())
 _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split())
 _TAKING = frozenset("index index_select take gather".split())
+_PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _COUNTING = frozenset("arange linspace".split())
 _CARRYING = _REDUCTIONS | _ALONG | frozenset("_to_copy embedding one_hot".split())
 """Operators beside pointwise ones whose floats are made of integers' values."""
@@ -59,6 +60,8 @@ class Known:
     """Whether it is a random order of samples."""
     is_learned: bool = False
     """Whether weights have made it of something else."""
+    sums_learned: bool = False
+    """Whether it has sums over samples of what weights have made, and not of their places, say."""
     is_bent: bool = False
     """Whether it is no linear function of sums over samples that weights have made."""
 
@@ -71,9 +74,11 @@ class DependenceWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, prime: int) -> None:
+    def __init__(self, prime: int, *, has_others: bool = False) -> None:
         super().__init__()
         self.prime = prime
+        self.has_others = has_others
+        """Whether there are arguments with another number of something than there are samples, such as of images."""
         self._known: dict[int, Known] = {}
         self._alive: list[torch.Tensor] = []
         self.place = ""
@@ -98,7 +103,7 @@ class DependenceWatch(TorchDispatchMode):
     def is_learned_sum(self, tensor: torch.Tensor) -> bool:
         """Whether it is a sum over samples that weights have made, and not one for each of them."""
         known = self.known(tensor)
-        return known.level >= SUMS and known.is_learned and not self.dims(tensor)
+        return known.level >= SUMS and known.sums_learned and not self.dims(tensor)
 
     def is_bent(self, tensor: torch.Tensor) -> bool:
         """Whether it is a scalar that is no linear function of such sums."""
@@ -129,8 +134,7 @@ class DependenceWatch(TorchDispatchMode):
         with suppress(LookupError, TypeError, AttributeError):  # arguments of another kind
             mixes = call.mixes()
         found = Known(SUMS, f"{call.name} in {self._where()}") if mixes else NOTHING
-        inputs = call.inputs[:1] if call.name in _TAKING else call.inputs  # the others are places
-        self.carry(inputs, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends())
+        self.carry(call.sources, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends())
 
     def carry(
         self,
@@ -160,9 +164,16 @@ class DependenceWatch(TorchDispatchMode):
                 level = DEEP if has_weight and result.level >= ROWS else ROWS
                 result = replace(result, level=max(level, result.level))
             is_learned = any(own.is_learned for _, own in known) or has_weight and not are_weights
-            is_bent = bends or any(own.is_bent for _, own in known)
             result = replace(
-                result, is_weight=are_weights, is_shuffle=are_shuffles, is_learned=is_learned, is_bent=is_bent
+                result,
+                is_weight=are_weights,
+                is_shuffle=are_shuffles,
+                is_learned=is_learned,
+                sums_learned=any(own.sums_learned for _, own in known)
+                or found != NOTHING
+                and is_learned
+                and not self.dims(tensor),
+                is_bent=bends or any(own.is_bent for _, own in known),
             )
             if result != NOTHING or self.known(tensor) != NOTHING:
                 self.put(tensor, result)
@@ -182,6 +193,13 @@ class _DependenceCall(OperatorArguments):
         self.outputs = outputs
         self._is_pointwise = torch.Tag.pointwise in func.tags
         self.takes_integers = self._is_pointwise or self.name in _CARRYING
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What its result is made of; other inputs are places."""
+        if self.name in _TAKING:
+            return self.inputs[:1]
+        return [self.inputs[0], self.inputs[-1]] if self.name in _PUTTING else self.inputs
 
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):
@@ -244,6 +262,12 @@ class _DependenceCall(OperatorArguments):
     def _takes_shuffled(self) -> bool:
         return any(self._watch.known(tensor).is_shuffle for tensor in self.inputs)
 
+    def _puts(self) -> bool:
+        """Whether places are filled one after the other, over all samples, with something that is not theirs."""
+        places, values = self.inputs[1], self.inputs[-1]
+        is_filled = self._watch.has_others and places.dtype is torch.bool and values.dim() > 0 and values.shape[0] > 1
+        return self._takes_shuffled() or is_filled and bool(self._watch.dims(places)) and not self._watch.dims(values)
+
     def _counts(self) -> bool:
         """Whether it makes the samples' places, of nothing else."""
         return bool(self._watch.dims(self.output))
@@ -278,5 +302,6 @@ _RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
     (("convolution",), _DependenceCall._convolution),
     (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), _DependenceCall._distances),
     (_TAKING, _DependenceCall._takes_shuffled),
+    (_PUTTING, _DependenceCall._puts),
     (_COUNTING, _DependenceCall._counts),
 )

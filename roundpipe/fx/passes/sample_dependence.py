@@ -82,7 +82,9 @@ class _DependenceRun(GraphInterpreter):
         super().__init__()
         self._traced, self._samples, self._number = traced, frozenset(samples), PER_PRIME * prime
         self._mode = static_mode()
-        self._watch = DependenceWatch(prime)
+        others = (value_of(node) for node in traced.placeholders if node not in self._samples)
+        has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
+        self._watch = DependenceWatch(prime, has_others=has_others)
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
         self._weights: dict[torch.Tensor, torch.Tensor] = {}

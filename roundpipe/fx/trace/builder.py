@@ -113,7 +113,8 @@ class GraphBuilder:
                 self.bind(leaf, accessor)
             else:
                 accessor.meta["value"] = leaf
-                self._sizes.setdefault(expression_of(leaf), accessor)
+                if not self._is_of_inputs(expression_of(leaf)):  # or guards and layers would need what has it
+                    self._sizes.setdefault(expression_of(leaf), accessor)
         if not isinstance(value, (torch.Tensor, tuple, list, dict, *trees.ATOMS)):
             self._objects.append((value, node, leaves))
 
@@ -202,6 +203,11 @@ class GraphBuilder:
                 node = self._add_modeless("call_function", size_function(expression, symbols), sizes)
             self._sizes[expression] = node
         return self._sizes[expression]
+
+    def _is_of_inputs(self, expression: sympy.Basic) -> bool:
+        """Whether sizes of inputs determine a size."""
+        sources = [self._size_sources.get(symbol) for symbol in expression.free_symbols]
+        return all(source is not None and source[0].op == "placeholder" for source in sources)
 
     def _dimension_node(self, symbol: sympy.Symbol) -> Node:
         if symbol not in self._size_sources:

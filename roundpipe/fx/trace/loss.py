@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.outside import refused_outside
@@ -83,11 +84,24 @@ def trace_loss(
         TraceError: it can't be traced, or does more than compute.
     """
     call = LossCall(function, model)
-    with python_restored(modules_in(call), function), torch.enable_grad():
+    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
+    with python_restored(modules_in(call), function), torch.enable_grad(), _trained_as_before(parameters):
         traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced
+
+
+@contextmanager
+def _trained_as_before(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Parameters are trained afterwards as they were before, also if a function ended that froze some for a while."""
+    before = [parameter.requires_grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, is_trained in zip(parameters, before, strict=True):
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
 
 
 def is_same(first: Any, second: Any, depth: int = 0) -> bool:

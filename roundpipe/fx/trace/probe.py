@@ -10,6 +10,7 @@ Invariant: neither the user's module nor any random state changes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +40,10 @@ def _real_world() -> Iterator[None]:
         yield
 
 
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, without what is before the point, are spread all over and never the same."""
+
+
 class _Sizes:
     """Numbers for the symbols of some fakes.
 
@@ -62,10 +67,14 @@ class _Sizes:
         return int(size_function(expression, self._numbers)(*self._numbers.values()))
 
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
-        """Random data of a fake's shape; zeros where only numbers make sense as indices."""
+        """Data of a fake's shape that look random; zeros where only numbers make sense as indices.
+
+        They are not drawn, or what runs on them would seem to draw random numbers itself.
+        """
         shape = [self.number(size) for size in fake.shape]
         if fake.is_floating_point() or fake.is_complex():
-            real = torch.randn(shape, dtype=fake.dtype) * 0.5
+            places = torch.arange(math.prod(shape), dtype=torch.float64)
+            real = ((places * _GOLDEN + 0.1) % 1 * 2 - 1).reshape(shape).to(fake.dtype)
             return real.requires_grad_(fake.requires_grad)
         if fake.dtype is torch.bool:
             return torch.ones(shape, dtype=torch.bool)

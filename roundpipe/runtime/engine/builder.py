@@ -235,6 +235,8 @@ class StepBuilder:
             tiles=call.tiles,
             tied_jobs=self._tied(chain, schedule),
             latest_frozen=self._latest_frozen(chain),
+            # a loss may switch adapters off for a while, or the mode, while other workers run layers
+            frozen=self.freeze(chain) if call.loss_reads_weights and self._engine.num_workers > 1 else None,
         )
         return spec, values
 

@@ -76,7 +76,7 @@ class Call:
     has_own_plan: bool = False
     """Of an evaluation: whether it is planned without a backward, as no plan that could train fits."""
     loss_reads_weights: bool = False
-    """Whether ``loss_fn`` may read the model's weights on the host."""
+    """Whether ``loss_fn`` may read the model's weights on the host, or change how it runs; asked only if it matters."""
     has_twins: bool = False
     """Whether trained weights live on the device, all or those of some layers."""
     make_tail: MakeTail | None = None

@@ -143,7 +143,8 @@ class Stage:
         """What a loss function returns, as it counts in the step."""
         tail, counted = self.spec.tail, self.spec.counted
         has_gradient = counted is None or counted.all_count(microbatch)
-        with self.loss_turn(microbatch), RaisedIn(self._place(microbatch, "loss_fn")):
+        number, where = self.spec.schedule.num_microbatches, self._place(microbatch, "loss_fn")
+        with self.loss_turn(microbatch), RaisedIn(where, num_pieces=number):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None, has_gradient=has_gradient)
             place = None
             if counted is None:
@@ -153,7 +154,7 @@ class Stage:
             own_mean = None if place is None else self.spec.own_means.get(place)
             self.weights.apply(losses, microbatch, kind, own_mean, ends if place is None else frozenset())
         if self.spec.check_finite:
-            finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
+            finite.check_losses(losses.tensors, where)
         return losses
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:

@@ -108,6 +108,8 @@ class OptimizerSide(UpdateSteps):
         self._gates.came = self._pairs.gradients_came
         self._weights_changed = False
         """Whether the copies are newer than the model's weights, or were when a hand-over began that is not over."""
+        self._trainable: Sequence[ParameterPair] = ()
+        """Those of parameters that were trainable when the latest step was asked for."""
         self._gradients_due = False
         self.is_calling = False
         """Whether a call of the model runs."""
@@ -143,7 +145,9 @@ class OptimizerSide(UpdateSteps):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies with the original names; see `MasterWeights.named_copies`."""
         self._before_look()
-        return self._pairs.named_copies(prefix, remove_duplicate)
+        # in step_fn those of the step: beside an update the caller may freeze some for a while
+        trainable = self._trainable if self._updates.is_current else None
+        return self._pairs.named_copies(prefix, remove_duplicate, trainable)
 
     def copy_dtypes(self) -> list[torch.dtype]:
         """See `MasterWeights.copy_dtypes`."""
@@ -171,7 +175,7 @@ class OptimizerSide(UpdateSteps):
         self._ready("step()", finish_steps=not is_async)
         self._runner.options.begin(step_fn if is_async else None)
         self.is_async, self._loop, self._stepping = is_async, "steps", []
-        self._pairs.trainable()
+        self._trainable = self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed or self.is_ahead)
         is_early = is_async and self._shard is None  # the first update takes the memory that it needs

@@ -164,14 +164,19 @@ class MasterWeights:
                 "dtype if it is meant"
             )
 
-    def named_copies(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
+    def named_copies(
+        self, prefix: str, remove_duplicate: bool, trainable: Sequence[ParameterPair] | None = None
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The copies of some parameters, with the original names, as ``nn.Module`` gives them.
+
+        ``trainable``: theirs; None: those of parameters that are trainable now.
+        """
         check_type("prefix", prefix, str, "a string that is put before each name")
         check_flag("remove_duplicate", remove_duplicate)
-        trainable = self.trainable()
+        trainable = self.trainable() if trainable is None else trainable
         names = {pair.names[0]: pair for pair in trainable} if remove_duplicate else self._by_name
         for name, pair in names.items():
-            if pair.copy is not None and pair.parameter.requires_grad:
+            if pair.copy is not None and pair in trainable:
                 yield (f"{prefix}.{name}" if prefix else name), pair.copy
 
     def with_copies(self) -> list[ParameterPair]:

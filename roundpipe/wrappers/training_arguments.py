@@ -1,0 +1,34 @@
+"""Arguments of calls that train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
+
+
+def pass_outputs(outputs: Any, labels: Any) -> Any:
+    """The loss of a model that returns its loss."""
+    return outputs
+
+
+def with_loss_options(
+    options: RoundPipeRunConfig | None, loss_reduction: LossReduction | None, loss_scope: LossScope | None
+) -> RoundPipeRunConfig:
+    """A call's options with those that it gave beside them, which win; None: it gave no others."""
+    options = RoundPipeRunConfig() if options is None else options
+    given = {"loss_reduction": loss_reduction, "loss_scope": loss_scope}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
+
+
+def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
+    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
+    check_type("input_args", input_args, tuple | list, positional("input_kwargs"))
+    check_keywords("input_kwargs", input_kwargs)
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
+    check_flag("return_outputs", return_outputs)
