@@ -88,6 +88,12 @@ def contrastive(x, y):
     return F.cross_entropy(similarity(x), torch.arange(len(x["scores"])))
 
 
+def late_interaction(x, y):
+    """Of each token of each sample with all of another's."""
+    scores = torch.einsum("qih,djh->qdij", x["logits"], x["logits"]).amax(-1).sum(-1)
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
 def with_two_views(x, y):
     """Of two outputs for each sample, all behind each other."""
     both = F.normalize(torch.cat([x["scores"], -x["scores"]]), dim=-1)
@@ -192,6 +198,21 @@ MIXING = {
     "all differences": (lambda x, y: (x["scores"][:, None] - x["scores"][None]).square().mean(), COMPARES),
     "pairs of a class": (lambda x, y: (similarity(x) * (y["class"][:, None] == y["class"])).mean(), COMPARES),
     "by name": (lambda x, y: torch.einsum("nd,md->nm", x["scores"], x["scores"]).square().mean(), COMPARES),
+    "late interaction": (late_interaction, COMPARES),
+    "late interaction by products": (
+        lambda x, y: F.cross_entropy((x["logits"][:, None] @ x["logits"][None].mT).amax(-1).sum(-1), y["class"]),
+        COMPARES,
+    ),
+    "cosine of all": (
+        lambda x, y: F.cosine_similarity(x["scores"][:, None], x["scores"][None], dim=-1).logsumexp(-1).mean(),
+        COMPARES,
+    ),
+    "halves by a view": (lambda x, y: F.mse_loss(*x["scores"].view(2, -1, CLASSES)), COMPARES),
+    "halves by name": (lambda x, y: F.mse_loss(*x["scores"].unflatten(0, (2, -1))), COMPARES),
+    "sums of classes": (
+        lambda x, y: torch.zeros(CLASSES, CLASSES).index_add(0, y["class"], x["scores"]).square().mean(),
+        BENT,
+    ),
     "a root": (lambda x, y: F.mse_loss(x["scores"], y["soft"]).sqrt(), BENT),
     "overlap": (dice, BENT),
     "overlap of classes": (lambda x, y: dice(x, y, 0), BENT),

@@ -20,6 +20,7 @@ from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
+from roundpipe.fx.passes.sample_dependence import mixing_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 
@@ -88,7 +89,8 @@ def mixing_of_losses(
     result = loss.output
     losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     nodes = _scalars(loss, losses) or ()
-    return worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
+    followed = worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
+    return followed or mixing_of_samples(loss, nodes, with_samples, outputs)
 
 
 def _by_terms(

@@ -7,6 +7,7 @@ Invariant: an operator without a rule mixes nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ _PARTS = frozenset("slice split split_with_sizes".split())
 _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split())
 _TAKING = frozenset("index index_select take gather".split())
 _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
+_VIEWING = frozenset("view _unsafe_view reshape".split())
+_SUMMING_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce".split())
+_SCALING = frozenset("add sub rsub mul div where".split())
 _COUNTING = frozenset("arange linspace".split())
 _CARRYING = _REDUCTIONS | _ALONG | frozenset("_to_copy embedding one_hot".split())
 """Operators beside pointwise ones whose floats are made of integers' values."""
@@ -74,11 +78,13 @@ class DependenceWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, prime: int, *, has_others: bool = False) -> None:
+    def __init__(self, prime: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
         super().__init__()
         self.prime = prime
         self.has_others = has_others
         """Whether there are arguments with another number of something than there are samples, such as of images."""
+        self.is_of_loss = is_of_loss
+        """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
         self._known: dict[int, Known] = {}
         self._alive: list[torch.Tensor] = []
         self.place = ""
@@ -199,7 +205,11 @@ class _DependenceCall(OperatorArguments):
         """What its result is made of; other inputs are places."""
         if self.name in _TAKING:
             return self.inputs[:1]
-        return [self.inputs[0], self.inputs[-1]] if self.name in _PUTTING else self.inputs
+        if self.name in _PUTTING:
+            return [self.inputs[0], self.inputs[-1]]
+        if self._watch.is_of_loss and self.name in _SCALING:
+            return [each for each in self.inputs if each.ndim or self._watch.known(each).level != SUMS] or self.inputs
+        return self.inputs
 
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):
@@ -231,6 +241,8 @@ class _DependenceCall(OperatorArguments):
     def _product(self) -> bool:
         """Whether it sums over samples, or multiplies each with each."""
         left, right = self.inputs[:2] if self.name == "linear" else self.inputs[-2:]
+        if self._watch.is_of_loss and left.dim() == right.dim() == 3 and left.shape[0] % self._watch.prime**2 == 0:
+            return True  # of each sample with each
         a, b = (list(map(self._watch.counts_samples, tensor.shape)) for tensor in (left, right))
         if a[-1] or self.name == "addbmm" and a[0]:
             return True
@@ -238,9 +250,21 @@ class _DependenceCall(OperatorArguments):
 
     def _part(self) -> bool:
         """Whether it takes some samples, more than one, of those that there are."""
+        if self._watch.is_of_loss and self.values.get("step", 1) > 1:
+            return False  # groups, which microbatches may have as a whole
         (dim,) = self.dims()
         parts = {tensor.shape[dim] for tensor in self.outputs}
         return dim in self._samples() and any(1 < part < PER_PRIME * self._watch.prime for part in parts)
+
+    def _halves(self) -> bool:
+        """Whether it lays one half of the samples, or a quarter, beside another."""
+        number, pairs = PER_PRIME * self._watch.prime, itertools.pairwise(self.output.shape)
+        is_cut = any(1 < a < PER_PRIME * 2 and a * b == number for a, b in pairs)
+        return self._watch.is_of_loss and is_cut and number in self.first.shape
+
+    def _sums_by_place(self) -> bool:
+        """Whether it adds up samples at places that are not theirs."""
+        return bool(self._watch.dims(self.inputs[-1])) and not self._watch.dims(self.output)
 
     def _norm(self) -> bool:
         samples = self._samples()
@@ -273,8 +297,10 @@ class _DependenceCall(OperatorArguments):
         return bool(self._watch.dims(self.output))
 
     def _meet(self) -> bool:
-        """Whether samples meet each other by broadcasting."""
+        """Whether samples meet each other by broadcasting, also of what was expanded before."""
         met = len(self._watch.dims(self.output))
+        if self._watch.is_of_loss:
+            return met > 1 and len(self.inputs) > 1
         return met > 1 and all(len(self._watch.dims(tensor)) < met for tensor in self.inputs)
 
     def _take_their_number(self) -> bool:
@@ -303,5 +329,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
     (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), _DependenceCall._distances),
     (_TAKING, _DependenceCall._takes_shuffled),
     (_PUTTING, _DependenceCall._puts),
+    (_VIEWING, _DependenceCall._halves),
+    (_SUMMING_BY_PLACE, _DependenceCall._sums_by_place),
     (_COUNTING, _DependenceCall._counts),
 )

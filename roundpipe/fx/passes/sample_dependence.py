@@ -7,13 +7,16 @@ not belong to one sample any more. What integers from there are is left open as 
 from, as those of tokens sorted by expert are. Products and the like of two sums are told of, too, if both are made by
 weights, such as the load balancing of experts: those of microbatches don't add up to it.
 
+Losses of `loss_fn` are looked at in the same way, where `sample_mixing`, which knows more of what is allowed there, has
+nothing to tell.
+
 Invariant: an operator without a rule mixes nothing. What is told of was found at the same place with two primes, so
 that it is no chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +26,14 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.layers import Mixing
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_on_fakes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
-from roundpipe.fx.passes.dependence_rules import PER_PRIME, DependenceWatch, Known
+from roundpipe.fx.passes.dependence_rules import PER_PRIME, ROWS, DependenceWatch, Known
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 from roundpipe.fx.twin import make_twin
@@ -66,6 +70,24 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     return SampleDependence()
 
 
+def mixing_of_samples(
+    traced: TracedGraph, scalars: Collection[Node], samples: Collection[Node], outputs: Collection[Node]
+) -> Mixing | None:
+    """How losses mix samples; what `mixing_of` can't follow, such as merged dimensions, sizes may still tell.
+
+    Args:
+        traced: the graph of a `LossCall`.
+        scalars: its losses.
+        samples: arguments whose first dimension counts samples.
+        outputs: those arguments that a model has made.
+    """
+    found: list[Mixing | None] = []
+    for prime in _usable_primes(traced, samples)[:2] if samples and outputs else ():
+        with code_on_fakes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+            found.append(_DependenceRun(traced, samples, prime, outputs).mixing(scalars))
+    return found[0] if len(found) == 2 and found[0] == found[1] else None
+
+
 def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
     """Those that divide no size beside the number of samples."""
     sizes = {size for tensor in (*traced.model.parameters(), *traced.model.buffers()) for size in tensor.shape}
@@ -78,13 +100,16 @@ def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
 class _DependenceRun(GraphInterpreter):
     """A graph on fakes of `PER_PRIME` times a prime samples."""
 
-    def __init__(self, traced: TracedGraph, samples: Iterable[Node], prime: int) -> None:
+    def __init__(
+        self, traced: TracedGraph, samples: Iterable[Node], prime: int, learned: Collection[Node] = ()
+    ) -> None:
         super().__init__()
+        self._learned = learned
         self._traced, self._samples, self._number = traced, frozenset(samples), PER_PRIME * prime
         self._mode = static_mode()
         others = (value_of(node) for node in traced.placeholders if node not in self._samples)
         has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
-        self._watch = DependenceWatch(prime, has_others=has_others)
+        self._watch = DependenceWatch(prime, has_others=has_others, is_of_loss=bool(learned))
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
@@ -92,19 +117,33 @@ class _DependenceRun(GraphInterpreter):
 
     def found(self) -> SampleDependence:
         """What the outputs show."""
-        nodes = [node for node in self._traced.graph.nodes if node.op != "output"]
-        with recalled(self._mode), self._mode:
-            for node in nodes:
-                self.values[node] = self._value(node)
+        self._run()
         outputs = [self.values[node] for node in self._traced.outputs]
         where = next((where for each in _tensors(outputs) if (where := self._watch.mixed_in(each))), "")
         scalars = ((node, value) for node, value in self.values.items() if value_of(node) is not None)
         bent = (node for node, value in scalars for each in _tensors([value]) if self._watch.is_bent(each))
         return SampleDependence(where, frozenset(bent))
 
+    def mixing(self, scalars: Iterable[Node]) -> Mixing | None:
+        """What losses show."""
+        self._run()
+        known = [self._watch.known(each) for each in _tensors(self.values[node] for node in scalars)]
+        if any(each.level >= ROWS for each in known):
+            return "compares samples"
+        return "not linear" if any(each.is_bent for each in known) else None
+
+    def _run(self) -> None:
+        nodes = [node for node in self._traced.graph.nodes if node.op != "output"]
+        with recalled(self._mode), self._mode:
+            for node in nodes:
+                self.values[node] = self._value(node)
+
     def _value(self, node: Node) -> Any:
         if node.op == "placeholder" or isinstance(value_of(node), Symbolic):
-            return self._example(node)
+            value = self._example(node)
+            if node in self._learned:
+                self._watch.put(value, Known(is_learned=True))
+            return value
         if node.op == "get_attr":
             return self.run_node(node)
         if producer_of(node) is not node and self.values[producer_of(node)] is None:
