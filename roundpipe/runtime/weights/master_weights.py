@@ -175,8 +175,9 @@ class MasterWeights:
         check_flag("remove_duplicate", remove_duplicate)
         trainable = self.trainable() if trainable is None else trainable
         names = {pair.names[0]: pair for pair in trainable} if remove_duplicate else self._by_name
+        due = set(map(id, trainable))
         for name, pair in names.items():
-            if pair.copy is not None and pair in trainable:
+            if pair.copy is not None and id(pair) in due:
                 yield (f"{prefix}.{name}" if prefix else name), pair.copy
 
     def with_copies(self) -> list[ParameterPair]:
