@@ -147,7 +147,8 @@ class LossKind:
         if self.errors:
             classes = _classes(batch, self.label_names)
             if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
-                self._measure(batch, classes, self._telling(batch) or self._few(classes), measure)
+                few = (self._num_measured > 0 and self._telling(batch)) or self._few(classes)
+                self._measure(batch, classes, few, measure)
             while self._has_new(classes) and self._measure(batch, classes, self._few(classes), measure):
                 pass
             if self._num_measured >= MAX_MEASURED and self.errors:

@@ -82,7 +82,7 @@ class Training:
         if self.batch < self.num_microbatches:
             raise ConfigError(
                 f"a batch of {self.batch} can't be split into {self.num_microbatches} microbatches; raise --batch or "
-                "give --microbatches"
+                "give fewer --microbatches"
             )
 
     @property
