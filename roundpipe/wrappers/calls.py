@@ -270,7 +270,7 @@ class ChainRunner(Runner):
         config = self._batch_warnings.in_one_piece(config, self.last_chain)
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
         again = functools.partial(self._calls, args, kwargs, config, *rest, is_evaluation=is_evaluation)
-        pieces = split(args, kwargs, label, config, self._shared)
+        pieces = split(args, kwargs, label, config, self._shared, warns=False)
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         for events in pieces.events:
@@ -311,6 +311,7 @@ class ChainRunner(Runner):
         if number > 1 and self._batch_warnings.in_one_piece(config, calls[0].chain) is not config:
             self.last_chain = calls[0].chain
             return again()
+        pieces.warn()
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain
         return calls, options

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ class Split:
     """Samples of each microbatch; None: not known."""
     batches: Sequence[Inputs] | None = None
     """By whose data code of the model decides about each microbatch; None: by its own."""
+    warn: Callable[[], None] = lambda: None
+    """Warns of what may be meant in another way; for who did not have `split` do it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -86,6 +88,8 @@ def split(
     label: Any,
     config: ResolvedConfig,
     shared: dict[str, set[int]] | None = None,
+    *,
+    warns: bool = True,
 ) -> Split:
     """The microbatches of one call: views of its tensors (or themselves, where replicated), and what to wait for.
 
@@ -110,9 +114,10 @@ def split(
         if len(pieces) > 1 and not packed_leaves(inputs):
             batches = [inputs] * len(pieces)
     labels = division.split_labels(label, config.split_label)
-    division.warn()
+    if warns:
+        division.warn()
     all_args, all_kwargs = [args for args, _ in pieces], [kwargs for _, kwargs in pieces]
-    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches)
+    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches, division.warn)
 
 
 @dataclass(slots=True)
