@@ -1,4 +1,4 @@
-"""The rotation on 1, 2, 4 and 8 cards: tokens per second, idle shares and bytes, beside what was predicted before.
+"""The rotation on 1, 2, 4 and 8 cards, and cards that share stages, beside what was predicted before.
 
 Qwen3's shapes with random weights: 1.7 B and 8 B whole, 32 B with LoRA, each with a cap of 24 GB and with all of each
 card. A step is 16 microbatches of 2,048 tokens a sequence, whatever the number of cards. First write the predictions
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import datetime
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -44,8 +45,8 @@ SAMPLES = {"1.7b": 4, "8b": 2, "8b-lora": 2, "32b-lora": 1, "tiny": 1, "tiny-lor
 """Sequences of a microbatch."""
 MODELS = "1.7b,8b,32b-lora"
 WAYS = ("rotation", "fsdp2")
-NUM_WARM, NUM_STEPS = 3, 3
-"""The optimizer is a step behind, and plans are made anew from measured times."""
+NUM_WARM, NUM_STEPS = 6, 3
+"""The optimizer is a step behind, plans are made anew from measured times, and each new one takes memory first."""
 SECONDS_PER_ROW = 150
 """More than a row takes; a run does not begin one that it could not end."""
 COLUMNS = ("model", "cap", "cards", "predicted", "tokens/s", "to 1 card", "error", "idle by cause", "GB up", "peak GB")
@@ -59,10 +60,12 @@ class Row:
     cap: str
     """In GB, or all."""
     number: int
+    replicas: str = "off"
+    """As in `RoundPipeRunConfig`: auto, if cards may share a stage."""
 
     @property
     def key(self) -> str:
-        return f"{self.model} {self.cap} x{self.number}"
+        return f"{self.model} {self.cap} x{self.number}" + (" shared" if self.replicas == "auto" else "")
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -70,7 +73,9 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     numbers = sorted((int(number) for number in options.numbers.split(",")), reverse=True)
     for number in dict.fromkeys([numbers[0], numbers[-1], *numbers]):
         for cap in options.caps.split(","):
-            yield from (Row(model, cap, number) for model in options.models.split(","))
+            for model, replicas in itertools.product(options.models.split(","), options.replicas.split(",")):
+                if replicas == "off" or number > 1:
+                    yield Row(model, cap, number, replicas)
 
 
 def sizes_of(model: str) -> tuple[int, int]:
@@ -84,6 +89,7 @@ def predict(row: Row, card: str, host_bandwidth: str, folder: Path) -> dict[str,
     decoder.config().save_pretrained(folder)
     arguments = ["plan", str(folder), "--device-profile", card, "--devices", row.number, "--microbatches", MICROBATCHES]
     arguments += ["--batch", batch, "--seq", length, "--host-bandwidth", host_bandwidth, "--json"]
+    arguments += ["--replicas", row.replicas]
     arguments += [] if row.cap == "all" else ["--memory", f"{row.cap}GB"]
     arguments += [] if decoder.lora_rank is None else ["--lora", decoder.lora_rank]
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -109,7 +115,7 @@ def train(row: Row, device: str, timeline: Path | None) -> dict[str, Any]:
     kind = torch.device(device).type
     names = [f"{kind}:{index}" for index in range(row.number)] if kind != "cpu" else ["cpu"] * row.number
     devices = [capped(name, row.cap, small=False) for name in names]
-    config = roundpipe.RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=MICROBATCHES, replicas=row.replicas)
     begun_s = time.perf_counter()
     with roundpipe.compile(model, devices=devices, model_run_config=config, name=row.key) as pipe:
         optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
@@ -163,7 +169,9 @@ def measure(options: argparse.Namespace, document: dict[str, Any]) -> None:
         for way in options.ways.split(","):
             measured = document.setdefault(way, {})
             left_s = until_s - time.monotonic()
-            if row.key in measured or row.number > here or (way == "fsdp2" and row.cap != "all"):
+            if row.key in measured or row.number > here:
+                continue
+            if way == "fsdp2" and (row.cap != "all" or row.replicas != "off"):
                 continue
             if left_s < SECONDS_PER_ROW and len(measured):
                 print(f"{row.key}: no time is left for it; run the same command again")
@@ -193,7 +201,7 @@ def _command(row: Row, way: str, path: Path, options: argparse.Namespace) -> lis
     if way == "rotation":
         name = row.key.replace(" ", "_") + ".json"
         drawn = ["--timeline", str(options.timelines / name)] if options.timelines else []
-        return [sys.executable, str(here), "row", *common, "--cap", row.cap, *drawn]
+        return [sys.executable, str(here), "row", *common, "--cap", row.cap, "--replicas", row.replicas, *drawn]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.number)]
     return [sys.executable, *launcher, str(here.with_name("sharded.py")), *common]
 
@@ -203,7 +211,7 @@ def show(document: dict[str, Any]) -> str:
     predicted, measured, sharded = (document.get(name, {}) for name in ("predicted", *WAYS))
     table = []
     for key in {**predicted, **measured}:
-        model, cap, cards = key.split()
+        model, cap, cards, *shared = key.split()
         before, found, peer = predicted.get(key, {}), measured.get(key, {}), sharded.get(key, {})
         one = measured.get(f"{model} {cap} x1", {}).get("tokens_per_s")
         speed, said = found.get("tokens_per_s"), before.get("tokens_per_s")
@@ -212,7 +220,7 @@ def show(document: dict[str, Any]) -> str:
         up = latest.get("uploaded_bytes") or sum(latest.get("moved_bytes", {}).get(n, 0) for n in ("upload", "weights"))
         table.append(
             [
-                *(model, cap, cards[1:], said and f"{said:,.0f}"),
+                *(model, cap, " ".join([cards[1:], *shared]), said and f"{said:,.0f}"),
                 speed and f"{speed:,.0f}" or found.get("error", "")[:60],
                 speed and one and f"{speed / one:.2f}",
                 speed and said and f"{said / speed - 1:+.1%}",
@@ -241,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("model", choices=DECODERS)
             command.add_argument("--cap", default="all")
             command.add_argument("--number", type=int, default=1)
+            command.add_argument("--replicas", default="off")
             command.add_argument("--timeline", type=Path)
             continue
         command.add_argument("--card", default="H100", help="a profile that plan knows")
@@ -248,12 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--numbers", default="1,2,4,8", help="of cards")
         command.add_argument("--models", default=MODELS)
         command.add_argument("--caps", default="all,24", help="GB of each card, or all")
+        command.add_argument("--replicas", default="off,auto", help="auto: cards may share a stage")
         command.add_argument("--ways", default=",".join(WAYS))
         command.add_argument("--minutes", type=float, default=10, help="that the run may take")
         command.add_argument("--timelines", type=Path, help="a folder for one timeline of each row")
     options = parser.parse_args(arguments)
     if options.command == "row":
-        found = train(Row(options.model, options.cap, options.number), options.device, options.timeline)
+        found = train(
+            Row(options.model, options.cap, options.number, options.replicas), options.device, options.timeline
+        )
         options.json.write_text(json.dumps(found))
         return 0
     document = json.loads(options.json.read_text()) if options.json.exists() else {}

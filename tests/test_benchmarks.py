@@ -138,6 +138,8 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(path.read_text())
     for way in ("predicted", "rotation", "fsdp2"):
         assert found[way][row]["tokens_per_s"] > 0, (way, found[way][row])
+    for way in ("predicted", "rotation"):
+        assert found[way][f"{row} shared"]["tokens_per_s"] > 0, (way, found[way])
     assert found["rotation"][row]["peak_bytes"] > 0 and sum(found["rotation"][row]["idle"].values()) < 1
     seconds = found["rotation"][row]["process_s"]
     assert scaling.main(["measure", *options, "--device", "cpu"]) == 0

@@ -24,7 +24,7 @@ import torch
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
-from roundpipe.runtime.config import Residency
+from roundpipe.runtime.config import Replicas, Residency
 from roundpipe.runtime.weights.master_weights import copy_dtype
 from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
 from roundpipe.tools.cost_file import plan_costs, read_costs
@@ -59,7 +59,7 @@ _TARGET_HELP = (
     "Qwen/Qwen3-8B, or package.module:factory (returns a model, or model and "
     "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
 )
-_WITH_COSTS = {"command", "json", "costs", "devices", "microbatches", "recompute", "compare", "no_replicas"}
+_WITH_COSTS = {"command", "json", "costs", "devices", "microbatches", "recompute", "compare", "replicas"}
 """Options of ``plan`` that mean something with ``--costs``."""
 
 _Answer = tuple[str | dict[str, Any] | list[dict[str, Any]], int]
@@ -121,7 +121,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
     shown = "write the simulated run: .json for ui.perfetto.dev, .png"
     add("--timeline", type=checked(check_path), metavar="FILE", help=shown)
-    add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
+    shares = "whether devices may share a stage; default: auto with --costs, else off, as in a run"
+    add("--replicas", choices=get_args(Replicas), help=shares)
     profiles = ", ".join(device.name for device in DEVICES)
     add = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}").add_argument
     measured = "a machine as doctor --bench measured it; options override it"
@@ -164,8 +165,6 @@ def _plan(options: argparse.Namespace) -> _Answer:
         if wrong:
             raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
         return _plan_costs(options)
-    if options.no_replicas:
-        raise ConfigError("--no-replicas is for --costs")
     return _plan_target(options)
 
 
@@ -180,7 +179,7 @@ def _plan_costs(options: argparse.Namespace) -> _Answer:
         num_microbatches=options.microbatches or options.devices + 1,
         recompute_grain=options.recompute,
     )
-    document = plan_costs(setting, replicate=not options.no_replicas)
+    document = plan_costs(setting, replicate=options.replicas != "off")
     rows = compare_schedules(setting, setting.fastest_plan()) if options.compare else []
     if options.compare:
         document["schedules"] = comparison_json(rows)
@@ -266,6 +265,7 @@ def training_of(options: argparse.Namespace, target: Target, num_devices: int, t
         optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,
         residency=options.residency or "auto",
+        replicas=options.replicas or "off",
     )
 
 

@@ -333,6 +333,8 @@ def _alternatives(result: Forecast) -> Iterator[Training]:
         if idle.total > MUCH_IDLE:
             yield replace(training, batch=2 * batch, num_microbatches=2 * number)
             yield replace(training, recompute_grain=other_grain)
+        if result.machine.num_devices > 1 and training.replicas == "off":
+            yield replace(training, replicas="auto")
         if number < batch and idle.no_work > MUCH_IDLE:
             yield replace(training, num_microbatches=min(2 * number, batch))
         return
@@ -374,7 +376,12 @@ def _with_fewer_devices(result: Forecast) -> list[str]:
 
 
 def _describe(other: Forecast, result: Forecast) -> str:
-    names = {"batch": "--batch", "num_microbatches": "--microbatches", "recompute_grain": "--recompute"}
+    names = {
+        "batch": "--batch",
+        "num_microbatches": "--microbatches",
+        "recompute_grain": "--recompute",
+        "replicas": "--replicas",
+    }
     values = {option: (getattr(result.training, name), getattr(other.training, name)) for name, option in names.items()}
     options = " ".join(f"{option} {now}" for option, (before, now) in values.items() if now != before)
     if not result.fits_devices:

@@ -18,7 +18,7 @@ from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.stage_costs import largest_layer_bytes
-from roundpipe.runtime.config import RecomputeGrain, Residency, RoundPipeRunConfig, resolve
+from roundpipe.runtime.config import RecomputeGrain, Replicas, Residency, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.device_memory import PLANNED_SHARE
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
@@ -76,7 +76,8 @@ class Training:
     optim_dtype: torch.dtype = torch.float32
     recompute_grain: RecomputeGrain = "stage"
     residency: Residency = "auto"
-    """As in `RoundPipeRunConfig`."""
+    replicas: Replicas = "off"
+    """Both as in `RoundPipeRunConfig`."""
 
     def __post_init__(self) -> None:
         if self.batch < self.num_microbatches:
@@ -124,10 +125,14 @@ class Layers:
         """A training call, all microbatches of one size."""
         number = training.num_microbatches
         options = RoundPipeRunConfig(
-            num_microbatch=number, recompute_grain=training.recompute_grain, residency=training.residency
+            num_microbatch=number,
+            recompute_grain=training.recompute_grain,
+            residency=training.residency,
+            replicas=training.replicas,
         )
         config, kwargs = resolve(options, None, num_devices=num_devices), self.target.kwargs_for(training.microbatch)
         call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number)
+        call.may_replicate = training.replicas == "auto"
         return replace(call, loss_fn=_own_loss, make_tail=self.tails.tail) if self.target.has_loss else call
 
     def others(self, profile: DeviceProfile) -> Iterator[Layers]:

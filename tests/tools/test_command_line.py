@@ -78,7 +78,7 @@ def written(folder: Path, costs: Any) -> Path:
 def test_published_models(run: Output, tmp_path: Path, name: str, limit_s: float, replicated_limit_s: float) -> None:
     costs = published(name)
     command = ("plan", "--costs", written(tmp_path, costs), "--devices", 8, "--microbatches", 9, "--json")
-    plain, replicated = json_of(run(*command, "--no-replicas")), json_of(run(*command))
+    plain, replicated = json_of(run(*command, "--replicas", "off")), json_of(run(*command))
     assert set(plain) == {
         *("forward", "fused", "backward", "replicas", "round_s", "idle", "lower_bound_s", "planning_s"),
     }
@@ -227,7 +227,7 @@ def test_wrong_costs(run: Output, tmp_path: Path, costs: Any, named: str) -> Non
         (("plan", "--costs", QWEN, "--sweep", "batch"), "--sweep"),
         (("plan", QWEN, "--flops=--", *H100), "--flops"),
         (("plan", "--costs=--"), "--costs"),
-        (("plan", QWEN, "--no-replicas", *H100), "--no-replicas"),
+        (("plan", QWEN, "--replicas", "some", *H100), "--replicas"),
         (("plan", QWEN), "--flops, --memory, --link"),
         (("plan", "no/such/folder"), "no/such/folder: there is no such file"),
         (("plan", QWEN, "--flops", "1T", "--memory", "1GiB"), "--link"),

@@ -61,6 +61,7 @@ def test_several_times_the_batch_keeps_the_size_of_microbatches() -> None:
         optim_dtype="float32",
         recompute="stage",
         residency=None,
+        replicas=None,
     )
     target = Target("none", torch.nn.Identity(), lambda number: {}, None, None, False)
 
