@@ -44,7 +44,8 @@ _COUNTING = frozenset("arange linspace".split())
 _CARRYING = _REDUCTIONS | _ALONG | frozenset("_to_copy embedding one_hot".split())
 """Operators beside pointwise ones whose floats are made of integers' values."""
 _BENT = frozenset(
-    "mul div pow sqrt rsqrt exp expm1 log log1p reciprocal tanh sigmoid softplus dot linalg_vector_norm norm".split()
+    "mul div pow sqrt rsqrt exp expm1 log log1p reciprocal tanh sigmoid softplus dot linalg_vector_norm norm prod "
+    "abs relu clamp clamp_min clamp_max maximum minimum amax amin".split()
 )
 """Functions that no sum goes through; of two factors, one may be none."""
 

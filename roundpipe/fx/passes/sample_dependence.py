@@ -29,14 +29,14 @@ from roundpipe.core import trees
 from roundpipe.core.layers import Mixing
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import code_on_fakes, fake_of, recalled, static_mode
+from roundpipe.fx.fakes import code_on_fakes, recalled
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.dependence_rules import PER_PRIME, ROWS, DependenceWatch, Known
+from roundpipe.fx.passes.fake_attributes import FakeAttributes
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
-from roundpipe.fx.twin import make_twin
 
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _CPU = torch.device("cpu")
@@ -106,13 +106,12 @@ class _DependenceRun(GraphInterpreter):
         super().__init__()
         self._learned = learned
         self._traced, self._samples, self._number = traced, frozenset(samples), PER_PRIME * prime
-        self._mode = static_mode()
         others = (value_of(node) for node in traced.placeholders if node not in self._samples)
         has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
         self._watch = DependenceWatch(prime, has_others=has_others, is_of_loss=bool(learned))
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
-        self._weights: dict[torch.Tensor, torch.Tensor] = {}
+        self._attributes = FakeAttributes(traced, self._note)
         self._symbols = symbols_of_samples(self._samples)
 
     def found(self) -> SampleDependence:
@@ -134,7 +133,7 @@ class _DependenceRun(GraphInterpreter):
 
     def _run(self) -> None:
         nodes = [node for node in self._traced.graph.nodes if node.op != "output"]
-        with recalled(self._mode), self._mode:
+        with recalled(mode := self._attributes.mode), mode:
             for node in nodes:
                 self.values[node] = self._value(node)
 
@@ -176,23 +175,18 @@ class _DependenceRun(GraphInterpreter):
         return size.node.pytype(found) if found.is_number else size.node.hint
 
     def get_attr(self, node: Node) -> Any:
-        value = self._traced.attribute(str(node.target))
-        return self._weight(value) if isinstance(value, torch.Tensor) else value
+        return self._attributes.at(node.target)
 
-    def _weight(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in self._weights:
-            fake = self._weights[tensor] = fake_of(self._mode, tensor, _CPU)
-            if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
-                self._watch.put(fake, Known(is_weight=True))
-        return self._weights[tensor]
+    def _note(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
+            self._watch.put(fake, Known(is_weight=True))
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         """What a module gives; of those that are alike, one runs."""
         module = self._traced.attribute(str(node.target))
         key = module_key(module, str(node.target)), tuple(map(self._key, trees.leaves((args, kwargs))))
         if key not in self._made:
-            fakes = {tensor: self._weight(tensor) for tensor in (*module.parameters(), *module.buffers())}
-            twin, _ = make_twin(module, fakes)
+            twin = self._attributes.twin(module)
             self._watch.place = f"{node.target}, a {type(module).__name__}"
             self._watch.caller = _call.__code__
             with python_restored(modules_in(twin)):

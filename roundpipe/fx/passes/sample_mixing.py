@@ -25,9 +25,10 @@ from torch.fx import Node
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Mixing
 from roundpipe.core.tiling import Rows
-from roundpipe.fx.fakes import code_on_fakes, static_mode
+from roundpipe.fx.fakes import code_on_fakes
 from roundpipe.fx.graph.nodes import GraphInterpreter, has_effect, hint, mutated_by, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.fake_attributes import FakeAttributes
 from roundpipe.fx.passes.row_losses import OF_MODULES
 from roundpipe.fx.passes.row_rules import RULES, AlongRows, Found, NotRowwise, OperatorCall, pointwise
 from roundpipe.fx.passes.sample_dimensions import size_at, symbols_of_samples
@@ -44,9 +45,12 @@ _MOVING = frozenset(
 _ADDING = frozenset("add sub rsub neg sum mean where masked_fill".split())
 _BENT = frozenset(
     "sqrt rsqrt pow exp expm1 log log1p log2 log10 reciprocal tanh sigmoid softplus log_sigmoid_forward "
-    "var std var_mean linalg_vector_norm norm logsumexp _softmax _log_softmax".split()
+    "var std var_mean linalg_vector_norm norm logsumexp _softmax _log_softmax prod dist "
+    "abs relu leaky_relu elu clamp clamp_min clamp_max maximum minimum max min amax amin hardtanh threshold logaddexp "
+    "sin cos erf round floor ceil sign".split()
 )
 """Functions that no sum goes through."""
+_CHOOSING, _COMPARING = frozenset("where masked_fill".split()), frozenset("gt ge lt le eq ne".split())
 _STATISTICS = frozenset(
     "var std var_mean linalg_vector_norm norm logsumexp _softmax _log_softmax amax amin max min prod median argmax "
     "argmin cumsum cumprod logcumsumexp sort topk flip roll slice split split_with_sizes".split()
@@ -174,7 +178,7 @@ class _SampleCall(OperatorCall):
         """Where it works on each sample by itself, or on sums over them."""
         dims = dims or [None] * len(self.outputs)
         mixing = self._bent()
-        if mixing is None and self.sums and self.name not in (*_MOVING, *_ADDING, "mul", "div"):
+        if mixing is None and self.sums and self.name not in (*_MOVING, *_ADDING, *_COMPARING, "mul", "div"):
             is_known = self.name in RULES or torch.Tag.pointwise in self.func.tags
             if not is_known or not all(each.is_divisor for each in self.each if each != _NOTHING):
                 return []
@@ -189,6 +193,8 @@ class _SampleCall(OperatorCall):
         """Whether it is no linear function of sums over samples."""
         sums = [each for each in self.sums if not each.is_divisor]
         is_by_sample = any(each.dim is not None for each in self.each)
+        if self.name in _CHOOSING and any(self.samples(each) in sums for each in self.inputs if _is_bool(each)):
+            return "not linear"
         if not self.sums or self.name in (*_MOVING, *_ADDING):
             return None
         if self.name in ("mul", "div"):
@@ -242,6 +248,10 @@ class _SampleCall(OperatorCall):
         return [_Samples(None, False, self.of_outputs, "compares samples")] * len(self.outputs)
 
 
+def _is_bool(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bool
+
+
 def _dim(found: Found) -> int | None:
     rows = found if isinstance(found, tuple) else ()
     return next((dim for dim, axes in enumerate(rows) if axes is not None), None)
@@ -277,8 +287,9 @@ def mixing_of(
     if len(counts) > 1:
         return None
     number = max([2, *counts])  # one sample has no other to be mixed with
-    run = _SampleRun(traced, samples, outputs, own, _SampleWatch(number, sizes))
-    with code_on_fakes(), static_mode(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+    attributes = FakeAttributes(traced)
+    run = _SampleRun(traced, samples, outputs, own, _SampleWatch(number, sizes), attributes)
+    with code_on_fakes(), attributes.mode, torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
         return run.found(scalar)
     return None
 
@@ -293,8 +304,10 @@ class _SampleRun(GraphInterpreter):
         outputs: Collection[Node],
         own: Mapping[Node, Mixing],
         watch: _SampleWatch,
+        attributes: FakeAttributes,
     ) -> None:
         super().__init__()
+        self._attributes = attributes
         self._traced, self._samples, self._outputs, self._own, self._watch = traced, samples, outputs, own, watch
         self._symbols = symbols_of_samples(samples)
 
@@ -334,7 +347,7 @@ class _SampleRun(GraphInterpreter):
     def _given(self, node: Node) -> Any:
         value = value_of(node)
         if node.op == "get_attr":
-            return self._traced.attribute(str(node.target))
+            return self._attributes.at(node.target)
         if not isinstance(value, torch.Tensor):
             return self._size(value) if isinstance(value, torch.SymInt) else value
         dims = [dim for dim, size in enumerate(value.shape) if expression_of(size) in self._symbols]
@@ -354,4 +367,4 @@ class _SampleRun(GraphInterpreter):
         raise AssertionError("it is given")
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
-        return self._traced.attribute(str(node.target)).forward(*args, **kwargs)
+        return self._attributes.at(node.target).forward(*args, **kwargs)

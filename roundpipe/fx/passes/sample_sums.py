@@ -19,9 +19,10 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.tiling import Rows
-from roundpipe.fx.fakes import code_on_fakes, static_mode
+from roundpipe.fx.fakes import code_on_fakes
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.fake_attributes import FakeAttributes
 from roundpipe.fx.passes.rows import RowWatch
 from roundpipe.fx.sizes import flat_tensors
 
@@ -70,12 +71,13 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
 
 def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
-    with code_on_fakes(), static_mode(), torch.no_grad():
+    attributes = FakeAttributes(loss)
+    with code_on_fakes(), attributes.mode, torch.no_grad():
         arguments = {node: torch.empty(shape, dtype=dtype) for node, (shape, dtype) in forms.items()}
         leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
         tensors = [arguments[node] for node in with_rows]
         rows = [(tensor, (*leading, *(None,) * (tensor.ndim - num_axes))) for tensor in tensors]
-        run, watch = _FakeRun(loss, arguments), RowWatch(tensors[0].shape[:num_axes], rows, ())
+        run, watch = _FakeRun(attributes, arguments), RowWatch(tensors[0].shape[:num_axes], rows, ())
         with suppress(Exception), watch:  # these sizes may not fit the code behind
             for node in loss.graph.nodes:
                 if node.op != "output":
@@ -88,15 +90,15 @@ def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes
 
 
 class _FakeRun(GraphInterpreter):
-    def __init__(self, loss: TracedGraph, arguments: Mapping[Node, torch.Tensor]) -> None:
+    def __init__(self, attributes: FakeAttributes, arguments: Mapping[Node, torch.Tensor]) -> None:
         super().__init__()
-        self._loss, self._arguments = loss, arguments
+        self._attributes, self._arguments = attributes, arguments
 
     def placeholder(self, node: Node) -> Any:
         return self._arguments.get(node)
 
     def get_attr(self, node: Node) -> Any:
-        return self._loss.attribute(str(node.target))
+        return self._attributes.at(node.target)
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
-        return self._loss.attribute(str(node.target))(*args, **kwargs)
+        return self._attributes.at(node.target)(*args, **kwargs)
