@@ -27,6 +27,18 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generators[device.index or 0]
 
 
+def _lock_of(device: torch.device) -> threading.RLock:
+    with _locks_lock:
+        return _locks.setdefault(device, threading.RLock())
+
+
+@contextmanager
+def generator_held(device: torch.device) -> Iterator[None]:
+    """While open, nobody else draws from a seed on a device, or on the CPU: the default generators are as they were."""
+    with _lock_of(torch.device("cpu")), _lock_of(device):
+        yield
+
+
 class SeededTorch:
     """While open, a device's default generator draws from a seed, or from a state; afterwards its own is as before."""
 
@@ -35,8 +47,7 @@ class SeededTorch:
     def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
         self._seed = seed
         self._device = device
-        with _locks_lock:
-            self._lock = _locks.setdefault(device, threading.RLock())
+        self._lock = _lock_of(device)
 
     def __enter__(self) -> None:
         self._lock.acquire()

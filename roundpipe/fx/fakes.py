@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -66,6 +67,14 @@ def code_on_fakes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def code_at_other_sizes() -> Iterator[None]:
+    """Around code that runs at sizes, or on numbers, that are not the user's: what it warns of does not concern him."""
+    with code_on_fakes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor or one wrapped by a function transform."""
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))
@@ -96,6 +105,18 @@ def written_unseen(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [tensor for tensor in statistics if writes and isinstance(tensor, torch.Tensor)]
 
 
+_RECURRENT = (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
+
+
+def draws_unseen(function: Any, args: Any) -> bool:
+    """Whether a call draws random numbers although no operator on fakes does: dropout between recurrent layers."""
+    if function not in _RECURRENT:
+        return False
+    has_biases = next(index for index, value in enumerate(args) if type(value) is bool)
+    num_layers, dropout, is_training = args[has_biases + 1 : has_biases + 4]
+    return bool(num_layers > 1 and dropout and is_training)
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one that vmap or another function transform made."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -104,7 +125,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 @contextmanager
 def real_world() -> Iterator[None]:
     """Inside, tensors are real although a world is entered, and no mode sees functions of them."""
-    with unset_fake_temporarily(), unseen():
+    with unset_fake_temporarily(), no_python_dispatcher(), unseen():
         yield
 
 

@@ -22,6 +22,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import RoundPipeError
 from roundpipe.integrations.stand_in import CalledAgain
+from roundpipe.runtime.engine.loss_divisors import LossPart
 
 IGNORED = -100
 """The label of what is not counted."""
@@ -29,6 +30,8 @@ NUM_SAMPLES = 2
 """That a loss is measured on: together, and each by itself."""
 MAX_MEASURED = 3
 """Times that a loss is measured, before the weighing that fits best is taken."""
+MEASURED_EACH = 8
+"""By how many times as many batches as at one measurement there is another, of a loss whose kind seems known."""
 MAX_CLASSES = 16
 """That a loss is measured on, before it is taken to weigh the others alike; and times that this may tell nothing."""
 MIN_SPREAD = 100
@@ -130,6 +133,10 @@ class LossKind:
     tolerance: float = TOLERANCE
     errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEIGHINGS, 0.0))
     """Of each weighing that may be the loss's, by how much it was off at most so far."""
+    _num_batches: int = 0
+    """That might have been cut."""
+    _measured_at: int = 0
+    """How many there were at the last measurement."""
     _num_measured: int = 0
     _num_unclear: int = 0
     """Measurements on samples of several classes whose losses were too much alike to tell."""
@@ -144,11 +151,14 @@ class LossKind:
         if self.known is not None:
             shares = factors(list(map(self.known, pieces)))
             return [(batch, 1.0)] if shares is None else list(zip(pieces, shares, strict=True))
+        self._num_batches += 1
         if self.errors:
             classes = _classes(batch, self.label_names)
             if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
                 few = (self._num_measured > 0 and self._telling(batch)) or self._few(classes)
                 self._measure(batch, classes, few, measure)
+            elif self._is_due and not self._has_new(classes):
+                self._measure(batch, classes, self._few(classes), measure)
             while self._has_new(classes) and self._measure(batch, classes, self._few(classes), measure):
                 pass
             if self._num_measured >= MAX_MEASURED and self.errors:
@@ -157,6 +167,11 @@ class LossKind:
             if found and found[0] and self._agree(pieces) and not self._has_new(classes):
                 return list(zip(pieces, found[0], strict=True))
         return [(batch, 1.0)]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to measure again: code may change its loss in the course of a training."""
+        return self._measured_at > 0 and self._num_batches >= MEASURED_EACH * self._measured_at
 
     def _has_new(self, classes: Sequence[set[int]]) -> bool:
         """Whether there are several classes, of which some may count for more than others, for all that is known."""
@@ -200,6 +215,7 @@ class LossKind:
         told = {kind: found for kind, each in weights.items() if (found := factors(each))}
         seen = set().union(*(classes[index] for index in few))
         self._num_measured += 1
+        self._measured_at = self._num_batches
         if not told:
             return False
         try:
@@ -234,6 +250,11 @@ class LossKind:
                 f"samples together, {' and '.join(f'{loss:.6g}' for loss in losses)} apart"
             )
         return seen <= self._alike
+
+    def look_at(self, terms: Sequence[LossPart]) -> None:
+        """Take in what autograd's graph shows of a microbatch's loss."""
+        if self.errors and any(term.kind == "not linear" for term in terms):
+            self._give_up("the loss is a function of means, such as a root or the larger of two")
 
     def _give_up(self, why: str) -> None:
         self.errors = {}

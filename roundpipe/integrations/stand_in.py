@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from roundpipe.core.contexts import contextmanager
@@ -88,18 +89,32 @@ def answer_once(model: nn.Module, outputs: Any) -> ModelStandIn:
 
 
 @contextmanager
-def attributes_kept(owner: Any) -> Iterator[None]:
-    """What is done inside to the attributes of an object, and to the containers that they hold, is taken back."""
-    attributes = dict(vars(owner))
-    held = [(container, contents(container)) for container in _containers_in(attributes)]
+def attributes_kept(owner: Any, model: nn.Module, *, runs: bool = False) -> Iterator[None]:
+    """What is done inside to the attributes of an object, and to the containers that they hold, is taken back.
+
+    So is what is done to modules that it has beside the ``model``, such as a loss, and to their buffers; if the model
+    ``runs``, to its buffers, too.
+    """
+    own = {*model.modules()}
+    trees = ({*each.modules()} for each in vars(owner).values() if isinstance(each, nn.Module))
+    modules = {module for tree in trees if own.isdisjoint(tree) for module in tree}
+    attributes = [(each, dict(vars(each))) for each in (owner, *modules)]
+    held = [(container, contents(container)) for _, values in attributes for container in _containers_in(values)]
+    buffers = {buffer for module in (*modules, *([model] if runs else [])) for buffer in module.buffers()}
+    values = [(buffer, buffer.detach().clone()) for buffer in buffers]
     try:
         yield
     finally:
-        for name in vars(owner).keys() - attributes.keys():
-            delattr(owner, name)
-        vars(owner).update(attributes)
+        for each, before in attributes:
+            for name in vars(each).keys() - before.keys():
+                delattr(each, name)
+            vars(each).update(before)
         for container, before in held:
             CONTAINER.write(container, None, before)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 MAX_ITEMS = 10_000

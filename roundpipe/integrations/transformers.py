@@ -46,6 +46,7 @@ from roundpipe.integrations.stand_in import (
 )
 from roundpipe.integrations.training_step import step_around
 from roundpipe.runtime.config import AUTO, RoundPipeRunConfig
+from roundpipe.runtime.engine.loss_divisors import ends_of, terms_of
 from roundpipe.runtime.microbatch.pieces import BatchPieces
 from roundpipe.wrappers.batch_warnings import warn_of_whole
 from roundpipe.wrappers.model_view import ModelView
@@ -273,7 +274,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         """The loss code on a microbatch, in a worker's thread; one at a time, since it is not made for threads."""
         with self._loss_lock, torch.autocast(self.accelerator.device.type, enabled=False):
             model = answer_once(self.model, self._in_float32(outputs))
-            return self._compute(model, label.inputs, label.num_items) * label.factor
+            loss = self._compute(model, label.inputs, label.num_items)
+            if (kind := self._kinds.get((False, label.num_items is None))) is not None and loss.requires_grad:
+                kind.look_at(terms_of(loss, ends_of(outputs)))
+            return loss * label.factor
 
     def _in_float32(self, outputs: Any) -> Any:
         """Outputs as `accelerate` gives them where the model runs under autocast."""
@@ -285,7 +289,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     def _pieces_of(self, inputs: dict[str, Any], num_items: Any, num_batches: int, share: float) -> list[Microbatch]:
         """A batch of the training, of so many in a round, as microbatches."""
         is_own = self._is_own_loss
-        with nullcontext() if is_own else attributes_kept(self):
+        with nullcontext() if is_own else attributes_kept(self, model_of(self.model)):
             args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
         batch = Batch(args, {**self._no_cache, **kwargs} if is_own else kwargs, {} if is_own else inputs)
         return self._cut(batch, num_items, self._num_asked(batch, num_batches), share, is_own)
@@ -340,7 +344,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         self.pipe.eval()
         try:
             microbatches = [(batch, LossInputs(batch.inputs, num_items, 1.0)) for batch in batches]
-            with attributes_kept(self), self.accelerator.autocast():
+            with attributes_kept(self, model_of(self.model), runs=True), self.accelerator.autocast():
                 self.model = ModelStandIn(self.model, self.model, training=was_training)
                 return [float(self.pipe.forward_loss(**self._call([each], is_own=is_own))) for each in microbatches]
         finally:

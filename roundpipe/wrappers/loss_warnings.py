@@ -78,6 +78,10 @@ _OF_LOSS_FN: dict[Verdict, str] = {
     ),
 }
 """By what autograd's graph shows of a loss that ``loss_fn`` computes."""
+_OF_NUMBERS = (
+    "but with random outputs the losses of two of them do not make up that of both together: loss and gradients differ "
+    "from those of the whole batch. Give loss_scope='batch'"
+)
 _OF_LABELS = (
     "and label has other numbers of {ignored} in each, which losses such as cross_entropy ignore. If the loss is a "
     "mean over the others, it differs from that of the whole batch: let loss_fn return (loss, (label != {ignored})"
@@ -139,10 +143,12 @@ class LossWarnings:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {_PRODUCT.format(number=len(labels))}")
             return
-        verdicts = by_samples(weights) if mixing is None else [mixing]
+        verdicts = by_samples(weights) if mixing in (None, "differs") else [mixing]
         text = next((text for verdict, text in _OF_LOSS_FN.items() if verdict in verdicts), None)
         if text is None and "unknown" in verdicts and _have_other_targets(labels):
             text = _OF_LABELS
+        if text is None and mixing == "differs":
+            text = _OF_NUMBERS
         if text is not None:
             self._has_warned = True
             warn(

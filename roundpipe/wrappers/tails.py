@@ -30,7 +30,14 @@ from roundpipe.fx.guards.failure import Failure, Retraces
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
-from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS, CountedLosses, count_losses, mixing_of_losses
+from roundpipe.fx.passes.counted_losses import (
+    LABEL,
+    OUTPUTS,
+    CountedLosses,
+    count_losses,
+    mixing_of_losses,
+    numbers_differ,
+)
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.trace.loss import change_of, is_same, trace_loss
@@ -182,7 +189,8 @@ class TailSource:
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
             except _OtherGraphs as error:
-                self._refuse(code, str(error), _mixing(error.traced, call, examples) if call.weighs_terms else None)
+                mixing = _mixing(error.traced, call, examples) if call.weighs_terms else None
+                self._refuse(code, str(error), mixing or self._numbers(call, examples))
                 return None
             except TraceError as error:
                 self._refuse(code, str(error).partition(". ")[0])
@@ -191,6 +199,8 @@ class TailSource:
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
         mixing = _mixing(traced, call, examples) if call.weighs_terms else None
         counted = count_losses(traced, call.chain.own_losses, _whole(call.labels)) if call.weighs_terms else None
+        if counted is None and mixing is None:
+            mixing = self._numbers(call, examples)
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing
@@ -215,9 +225,22 @@ class TailSource:
             varying.update(dict.fromkeys(failure.dimensions))
         raise _OtherGraphs(f"microbatches of a call need different graphs of it: {failure}", traced)
 
+    def _numbers(self, call: Call, examples: Sequence[Example]) -> Mixing | None:
+        """What numbers tell of a loss that is a mean."""
+        if not call.weighs_terms:
+            return None
+        arguments, sizes = [(each.outputs, each.label) for each in examples], _sizes(call)
+        with _tracing_modes(), microbatch_count(call.total_microbatches):
+            trace = functools.partial(_trace_of, call.loss_fn, self._model)
+            return "differs" if numbers_differ(trace, arguments, sizes, sizes) else None
+
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
+
+
+def _trace_of(function: Any, model: nn.Module, arguments: tuple[Any, Any]) -> TracedGraph:
+    return trace_loss(function, *arguments, model=model)
 
 
 def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:
@@ -260,15 +283,20 @@ def _by_chain(call: Call) -> Iterable[Call]:
 
 def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mixing | None:
     """How a loss mixes samples, which are along the first dimension of what has as many as the first argument."""
-    firsts = [batched_leaf((args, kwargs)) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
-    sizes = [first.shape[0] for first in firsts if isinstance(first, torch.Tensor)]
-    if len(sizes) < len(examples) or not has_samples_first(call.config):
+    if not (sizes := _sizes(call)):
         return None
     places = trees.walk({OUTPUTS: examples[0].outputs, LABEL: examples[0].label})
     tensors = {path: leaf for path, leaf in places if isinstance(leaf, torch.Tensor) and leaf.ndim}
     whole = {(Access("item", LABEL), *path) for path in _whole(call.labels)}
     samples = {path for path, tensor in tensors.items() if tensor.shape[0] == sizes[0]} - whole
     return mixing_of_losses(traced, samples, call.chain.mixing, sizes)
+
+
+def _sizes(call: Call) -> list[int]:
+    """Samples of each microbatch; none if they aren't along the first dimension."""
+    firsts = [batched_leaf((args, kwargs)) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
+    sizes = [first.shape[0] for first in firsts if isinstance(first, torch.Tensor)]
+    return sizes if len(sizes) == len(firsts) and has_samples_first(call.config) else []
 
 
 def _whole(labels: Sequence[Any]) -> set[trees.Path]:

@@ -245,7 +245,7 @@ def test_predictions_of_batches_that_can_not_be_cut(tmp_path: Path) -> None:
 
 def test_what_is_done_to_attributes_is_taken_back_but_for_what_is_taken_for_data() -> None:
     owner = SimpleNamespace(counts={"train": {"tokens": [1]}}, data=[0] * (MAX_ITEMS + 1), mode="train")
-    with attributes_kept(owner):
+    with attributes_kept(owner, torch.nn.Identity()):
         owner.counts["train"]["tokens"].append(2)
         owner.counts["eval"], owner.mode, owner.new = {}, "eval", 3
         owner.data.append(1)

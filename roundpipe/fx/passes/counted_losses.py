@@ -6,7 +6,7 @@ its own graph shows. And where a function returns a weight beside each loss, the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +19,11 @@ from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
-
-LABEL, OUTPUTS = "label", "outputs"
-"""The arguments of a `LossCall`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +89,23 @@ def mixing_of_losses(
     nodes = _scalars(loss, losses) or ()
     followed = worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
     return followed or mixing_of_samples(loss, nodes, with_samples, outputs)
+
+
+def numbers_differ(
+    trace: Callable[[Arguments], TracedGraph],
+    examples: Sequence[Arguments],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> bool:
+    """Whether the losses of microbatches are seen not to make up those of the batch.
+
+    Args:
+        trace: gives the graph of a `LossCall` for some arguments.
+        examples: what it is called with for each microbatch; outputs have no data.
+        sizes: of these, in samples.
+        weights: what they count for.
+    """
+    return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes, weights) is False
 
 
 def _by_terms(

@@ -35,12 +35,20 @@ _ALONG = frozenset(
 _PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm linear mv addmv dot vdot".split())
 _PARTS = frozenset("slice split split_with_sizes".split())
 _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split())
+_BATCH_NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm batch_norm".split())
 _TAKING = frozenset("index index_select take gather".split())
 _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
 _SUMMING_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce".split())
 _SCALING = frozenset("add sub rsub mul div where".split())
 _COUNTING = frozenset("arange linspace".split())
+_POOLS = frozenset(
+    f"{kind}_pool{n}d{rest}" for kind in ("avg", "max") for n in (1, 2, 3) for rest in ("", "_with_indices")
+)
+_DECOMPOSITIONS = frozenset(
+    "_linalg_svd linalg_svd linalg_qr _linalg_det _linalg_slogdet linalg_inv_ex linalg_cholesky_ex _linalg_eigh "
+    "linalg_lu_factor_ex linalg_pinv".split()
+)
 _CARRYING = _REDUCTIONS | _ALONG | frozenset("_to_copy embedding one_hot".split())
 """Operators beside pointwise ones whose floats are made of integers' values."""
 _BENT = frozenset(
@@ -62,7 +70,7 @@ class Known:
     """What mixed them."""
     is_weight: bool = False
     is_shuffle: bool = False
-    """Whether it is a random order of samples."""
+    """Whether it is another order of samples, a random one or from the last."""
     is_learned: bool = False
     """Whether weights have made it of something else."""
     sums_learned: bool = False
@@ -134,7 +142,8 @@ class DependenceWatch(TorchDispatchMode):
         return out
 
     def _note(self, call: _DependenceCall) -> None:
-        if call.name == "randperm" and self.dims(call.output):
+        is_reversed = call.name == "arange" and (call.values.get("step") or 1) < 0
+        if (call.name == "randperm" or is_reversed) and self.dims(call.output):
             self.put(call.output, Known(is_shuffle=True))
             return
         mixes = False
@@ -255,6 +264,8 @@ class _DependenceCall(OperatorArguments):
             return False  # groups, which microbatches may have as a whole
         (dim,) = self.dims()
         parts = {tensor.shape[dim] for tensor in self.outputs}
+        if parts == {1}:
+            return self._one()
         return dim in self._samples() and any(1 < part < PER_PRIME * self._watch.prime for part in parts)
 
     def _halves(self) -> bool:
@@ -271,6 +282,34 @@ class _DependenceCall(OperatorArguments):
         samples = self._samples()
         number = self.first.dim() - (1 if "group" in self.name else len(self.values["normalized_shape"]))
         return any(dim >= (1 if "group" in self.name else number) for dim in samples)
+
+    def _batch_norm(self) -> bool:
+        """Whether it takes statistics over samples; those of a model's BatchNorm are known to be of microbatches."""
+        training = self.values.get("training", self.values.get("train"))
+        return bool(training) and any(self._watch.is_of_loss or dim > 1 for dim in self._samples())
+
+    def _is_scaled_by_counts(self) -> bool:
+        """Whether the gradient of each row is divided by how often a batch has it."""
+        return bool(self.values.get("scale_grad_by_freq"))
+
+    def _pads(self) -> bool:
+        """Whether it puts something before or behind the samples, and so moves them to other places."""
+        pad = self.values["pad"]
+        return any(any(pad[2 * (self.first.dim() - 1 - dim) :][:2]) for dim in self._samples())
+
+    def _pools(self) -> bool:
+        """Whether it slides over samples."""
+        return any(dim > 1 for dim in self._samples())
+
+    def _decomposes(self) -> bool:
+        """Whether samples are rows or columns of a matrix that is taken apart."""
+        return any(dim >= self.first.dim() - 2 for dim in self._samples())
+
+    def _one(self) -> bool:
+        """Whether it takes one sample of those that weights have changed."""
+        (dim,) = self.dims()
+        is_learned = self._watch.known(self.first).is_learned
+        return not self._watch.is_of_loss and is_learned and dim in self._samples()
 
     def _convolution(self) -> bool:
         """Whether it slides over samples."""
@@ -327,6 +366,12 @@ _RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
     (_PARTS, _DependenceCall._part),
     (_NORMS, _DependenceCall._norm),
     (("convolution",), _DependenceCall._convolution),
+    (_BATCH_NORMS, _DependenceCall._batch_norm),
+    (("embedding", "embedding_bag"), _DependenceCall._is_scaled_by_counts),
+    (("constant_pad_nd",), _DependenceCall._pads),
+    (_POOLS, _DependenceCall._pools),
+    (_DECOMPOSITIONS, _DependenceCall._decomposes),
+    (("select",), _DependenceCall._one),
     (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), _DependenceCall._distances),
     (_TAKING, _DependenceCall._takes_shuffled),
     (_PUTTING, _DependenceCall._puts),

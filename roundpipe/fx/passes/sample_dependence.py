@@ -29,12 +29,12 @@ from roundpipe.core import trees
 from roundpipe.core.layers import Mixing
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import code_on_fakes, recalled
+from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
+from roundpipe.fx.passes.attribute_copies import AttributeCopies
 from roundpipe.fx.passes.dependence_rules import PER_PRIME, ROWS, DependenceWatch, Known
-from roundpipe.fx.passes.fake_attributes import FakeAttributes
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
@@ -62,7 +62,7 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     primes = _usable_primes(traced, samples)[:2]
     if not samples or len(primes) < 2:
         return SampleDependence()
-    with code_on_fakes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+    with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
         found = _DependenceRun(traced, samples, primes[0]).found()
         if found != SampleDependence():
             again = _DependenceRun(traced, samples, primes[1]).found()
@@ -83,7 +83,7 @@ def mixing_of_samples(
     """
     found: list[Mixing | None] = []
     for prime in _usable_primes(traced, samples)[:2] if samples and outputs else ():
-        with code_on_fakes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+        with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
             found.append(_DependenceRun(traced, samples, prime, outputs).mixing(scalars))
     return found[0] if len(found) == 2 and found[0] == found[1] else None
 
@@ -111,7 +111,8 @@ class _DependenceRun(GraphInterpreter):
         self._watch = DependenceWatch(prime, has_others=has_others, is_of_loss=bool(learned))
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
-        self._attributes = FakeAttributes(traced, self._note)
+        self._mode = static_mode()
+        self._attributes = AttributeCopies(traced, self._fake)
         self._symbols = symbols_of_samples(self._samples)
 
     def found(self) -> SampleDependence:
@@ -133,7 +134,7 @@ class _DependenceRun(GraphInterpreter):
 
     def _run(self) -> None:
         nodes = [node for node in self._traced.graph.nodes if node.op != "output"]
-        with recalled(mode := self._attributes.mode), mode:
+        with recalled(self._mode), self._mode:
             for node in nodes:
                 self.values[node] = self._value(node)
 
@@ -177,9 +178,11 @@ class _DependenceRun(GraphInterpreter):
     def get_attr(self, node: Node) -> Any:
         return self._attributes.at(node.target)
 
-    def _note(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = fake_of(self._mode, tensor, _CPU)
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
             self._watch.put(fake, Known(is_weight=True))
+        return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         """What a module gives; of those that are alike, one runs."""

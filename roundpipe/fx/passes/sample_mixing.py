@@ -25,16 +25,16 @@ from torch.fx import Node
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Mixing
 from roundpipe.core.tiling import Rows
-from roundpipe.fx.fakes import code_on_fakes
+from roundpipe.fx.fakes import code_at_other_sizes, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, has_effect, hint, mutated_by, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.fake_attributes import FakeAttributes
+from roundpipe.fx.passes.attribute_copies import AttributeCopies, fakes_of
 from roundpipe.fx.passes.row_losses import OF_MODULES
 from roundpipe.fx.passes.row_rules import RULES, AlongRows, Found, NotRowwise, OperatorCall, pointwise
 from roundpipe.fx.passes.sample_dimensions import size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
 
-ORDER: tuple[Mixing, ...] = ("compares samples", "not linear")
+ORDER: tuple[Mixing, ...] = ("compares samples", "not linear", "differs")
 """The worse first."""
 _MOVING = frozenset(
     "view _unsafe_view reshape _reshape_alias expand permute transpose t unsqueeze squeeze slice select unbind split "
@@ -287,9 +287,10 @@ def mixing_of(
     if len(counts) > 1:
         return None
     number = max([2, *counts])  # one sample has no other to be mixed with
-    attributes = FakeAttributes(traced)
+    mode = static_mode()
+    attributes = AttributeCopies(traced, fakes_of(mode))
     run = _SampleRun(traced, samples, outputs, own, _SampleWatch(number, sizes), attributes)
-    with code_on_fakes(), attributes.mode, torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+    with code_at_other_sizes(), mode, torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
         return run.found(scalar)
     return None
 
@@ -304,7 +305,7 @@ class _SampleRun(GraphInterpreter):
         outputs: Collection[Node],
         own: Mapping[Node, Mixing],
         watch: _SampleWatch,
-        attributes: FakeAttributes,
+        attributes: AttributeCopies,
     ) -> None:
         super().__init__()
         self._attributes = attributes

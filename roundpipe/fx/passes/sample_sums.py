@@ -19,10 +19,10 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.tiling import Rows
-from roundpipe.fx.fakes import code_on_fakes
+from roundpipe.fx.fakes import code_at_other_sizes, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.fake_attributes import FakeAttributes
+from roundpipe.fx.passes.attribute_copies import AttributeCopies, fakes_of
 from roundpipe.fx.passes.rows import RowWatch
 from roundpipe.fx.sizes import flat_tensors
 
@@ -71,13 +71,16 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
 
 def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
-    attributes = FakeAttributes(loss)
-    with code_on_fakes(), attributes.mode, torch.no_grad():
+    mode = static_mode()
+    with code_at_other_sizes(), mode, torch.no_grad():
         arguments = {node: torch.empty(shape, dtype=dtype) for node, (shape, dtype) in forms.items()}
         leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
         tensors = [arguments[node] for node in with_rows]
         rows = [(tensor, (*leading, *(None,) * (tensor.ndim - num_axes))) for tensor in tensors]
-        run, watch = _FakeRun(attributes, arguments), RowWatch(tensors[0].shape[:num_axes], rows, ())
+        run, watch = (
+            _FakeRun(AttributeCopies(loss, fakes_of(mode)), arguments),
+            RowWatch(tensors[0].shape[:num_axes], rows, ()),
+        )
         with suppress(Exception), watch:  # these sizes may not fit the code behind
             for node in loss.graph.nodes:
                 if node.op != "output":
@@ -90,7 +93,7 @@ def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes
 
 
 class _FakeRun(GraphInterpreter):
-    def __init__(self, attributes: FakeAttributes, arguments: Mapping[Node, torch.Tensor]) -> None:
+    def __init__(self, attributes: AttributeCopies, arguments: Mapping[Node, torch.Tensor]) -> None:
         super().__init__()
         self._attributes, self._arguments = attributes, arguments
 

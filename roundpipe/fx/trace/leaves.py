@@ -22,12 +22,13 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
-from roundpipe.fx.fakes import written_unseen
+from roundpipe.fx.fakes import draws_unseen, written_unseen
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location
 from roundpipe.fx.sizes import flat_tensors
 from roundpipe.fx.trace.builder import GraphBuilder
 from roundpipe.fx.trace.decisions import is_of_torch
+from roundpipe.fx.trace.operator_watch import OperatorWatch
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ class LeafWatch(TorchFunctionMode):
     """What to raise if it uses a weight that is not its own."""
     _born_in: dict[torch.Tensor, str]
     """Gets every tensor made inside."""
+    _operators: OperatorWatch
+    """Is told of draws that it can't see."""
     runs_autograd: bool = False
     written: set[int] = field(default_factory=set)
     """Storages of what was written in place, or given other data."""
@@ -105,6 +108,7 @@ class LeafWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._operators.num_random_draws += draws_unseen(func, args)
         inputs = flat_tensors(args, kwargs)
         arguments = (*args, *kwargs.values())
         self._generators += [weakref.ref(value) for value in arguments if isinstance(value, torch.Generator)]

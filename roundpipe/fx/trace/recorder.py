@@ -30,6 +30,7 @@ from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
     FakeWorld,
+    draws_unseen,
     is_fake,
     is_transformed,
     real_world,
@@ -184,6 +185,7 @@ class CallRecorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         versions = [(t, t._version) for t in tensors if not t.is_inference()]
         draws = self.watch.num_random_draws
+        self.watch.num_random_draws += draws_unseen(func, args)
         self.world.shapes.recent.clear()
         with self.pause():
             out, is_probed = self._call(func, args, kwargs)

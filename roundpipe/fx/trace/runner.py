@@ -204,6 +204,7 @@ class LeafRunner:
             lambda error: self._not_a_leaf(module, name, error, structural=True),
             lambda error: self._to_look_into(module, name, error),
             self._recorder.findings.born_in,
+            self._recorder.watch,
         )
 
     @functools.cached_property

@@ -24,7 +24,10 @@ Verdict = Literal["right", "compares samples", "not by samples", "not linear", "
 """Of losses that were averaged by samples: whether that is the loss of the batch, and if not, why."""
 
 _PASSING = frozenset("ToCopy Clone Alias Squeeze Unsqueeze View UnsafeView ReshapeAlias Neg".split())
-_BENT = frozenset("Sqrt Rsqrt Pow Exp Expm1 Log Log1p Log2 Log10 Reciprocal Tanh Sigmoid Softplus LogSigmoid".split())
+_BENT = frozenset(
+    "Sqrt Rsqrt Pow Exp Expm1 Log Log1p Log2 Log10 Reciprocal Tanh Sigmoid Softplus LogSigmoid Abs Relu Clamp ClampMin "
+    "ClampMax Maximum Minimum".split()
+)
 """Functions of a scalar that no mean goes through."""
 _COMPARING = frozenset("Mm Addmm Mv Dot Cdist EuclideanDist Pdist".split())
 """Products and distances that have rows of one operand meet all rows of the other."""

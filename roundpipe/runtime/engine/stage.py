@@ -23,7 +23,7 @@ from roundpipe.core.backward import backward_from
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import RaisedIn, innermost, note_cut, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
-from roundpipe.core.random_state import SeededPython
+from roundpipe.core.random_state import SeededPython, generator_held
 from roundpipe.core.term_shares import with_shares
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
@@ -144,7 +144,9 @@ class Stage:
         tail, counted = self.spec.tail, self.spec.counted
         has_gradient = counted is None or counted.all_count(microbatch)
         number, where = self.spec.schedule.num_microbatches, self._place(microbatch, "loss_fn")
-        with self.loss_turn(microbatch), RaisedIn(where, num_pieces=number):
+        draws_apart = self.spec.drawing and self.spec.schedule.num_workers > 1  # loss_fn draws as the caller would
+        held = generator_held(self.backend.device) if draws_apart else _NOTHING
+        with self.loss_turn(microbatch), held, RaisedIn(where, num_pieces=number):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None, has_gradient=has_gradient)
             place = None
             if counted is None:

@@ -1,0 +1,149 @@
+"""Whether the losses of microbatches make up that of the batch, by numbers: a function's graph is run on two of a
+call's microbatches, and on both as one.
+
+Labels are the call's own; the model's outputs, which there are none of yet, are drawn. So whatever a function does to a
+batch as a whole shows, if it makes a difference: a norm or a sort over all samples, or the choice of the first of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from math import isclose, isfinite
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.fx.fakes import code_at_other_sizes
+from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.attribute_copies import AttributeCopies
+
+MOST_ELEMENTS = 2**22
+"""Of outputs and labels; with more, nothing is tried."""
+TOLERANCE = 1e-3
+LABEL, OUTPUTS = "label", "outputs"
+"""The arguments of a `LossCall`."""
+Arguments = tuple[Any, Any]
+"""Outputs without data, and the label."""
+
+
+def makes_up_batch(
+    trace: Callable[[Arguments], TracedGraph],
+    scalars_of: Callable[[TracedGraph], Sequence[Node]],
+    examples: Sequence[Arguments],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> bool | None:
+    """Whether the mean of microbatches' losses, or their sum, is the loss of all their samples.
+
+    Args:
+        trace: gives the graph of a `LossCall` for some arguments.
+        scalars_of: tells which nodes of it are losses.
+        examples: what it is called with for each microbatch.
+        sizes: of the microbatches, in samples.
+        weights: what each counts for in the mean.
+
+    Returns None if that can't be tried: a graph doesn't run, or something is neither split nor shared.
+    """
+    if not 1 < len(sizes) == len(weights):
+        return None
+    (first, second), sizes, weights = examples[:2], sizes[:2], weights[:2]
+    answers: list[bool] = []
+    generator = torch.Generator().manual_seed(0)
+    with suppress(Exception), code_at_other_sizes(), torch.no_grad():
+        _check(first, second)
+        batches = [first, second, _joined([first, second], sizes)]
+        graphs = [trace(arguments) for arguments in batches]
+        scalars = [scalars_of(graph) for graph in graphs]
+        if any(draws_random(node) or has_effect(node) for graph in graphs for node in graph.graph.nodes):
+            return None
+        for draw in _DRAWS:
+            with suppress(Exception):  # the numbers may be none that it takes
+                pieces = [_with_numbers(arguments, draw, generator) for arguments in batches[:2]]
+                runs = zip(graphs, [*pieces, _joined(pieces, sizes)], scalars, strict=True)
+                losses = zip(*(_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs), strict=True)
+                answers += [_makes_up(each, total, weights) for *each, total in losses]
+    return all(answers) if answers else None
+
+
+def _normal(scale: float) -> Callable[[torch.Size, torch.Generator], torch.Tensor]:
+    return lambda shape, generator: scale * torch.randn(shape, generator=generator)
+
+
+def _share(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(shape, generator=generator)
+
+
+_DRAWS = (_normal(1.0), _normal(0.1), _normal(10.0), _share)
+"""Some functions have a kink, and some take shares only."""
+
+
+def _check(*examples: Arguments) -> None:
+    number = sum(tensor.numel() for tensor in trees.tensors(examples))
+    if number > MOST_ELEMENTS:
+        raise ValueError(f"{number:,} elements take too long")
+
+
+def _with_numbers(arguments: Arguments, draw: Any, generator: torch.Generator) -> Arguments:
+    outputs, label = arguments
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            raise TypeError("what a model gives as integers can be anything")
+        return draw(tensor.shape, generator)
+
+    return trees.map_tensors(outputs, drawn), trees.map_tensors(label, lambda tensor: tensor.detach().cpu())
+
+
+def _joined(pieces: Sequence[Arguments], sizes: Sequence[int]) -> Arguments:
+    """Those of all samples."""
+    each = [list(trees.leaves(piece)) for piece in pieces]
+    return trees.rebuild(pieces[0], [_join(leaves, sizes) for leaves in zip(*each, strict=True)])
+
+
+def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if all(leaf.dim() and len(leaf) == size for leaf, size in zip(leaves, sizes, strict=True)):
+        return torch.cat([*leaves])
+    if any(leaf.shape != first.shape or not torch.equal(leaf, first) for leaf in leaves):
+        raise ValueError("it is neither split nor shared")
+    return first
+
+
+def _makes_up(terms: Sequence[float], total: float, weights: Sequence[float]) -> bool:
+    mean = sum(weight * term for weight, term in zip(weights, terms, strict=True)) / sum(weights)
+    if not all(map(isfinite, (mean, total))):
+        return True  # nothing is known
+    scale = max(map(abs, terms))
+    return any(isclose(total, made, rel_tol=TOLERANCE, abs_tol=TOLERANCE * scale) for made in (mean, sum(terms)))
+
+
+class _NumberRun(GraphInterpreter):
+    """Runs a graph on real numbers; what it writes is its own."""
+
+    def __init__(self, loss: TracedGraph, arguments: Arguments) -> None:
+        super().__init__()
+        outputs, label = arguments
+        self._loss, self._arguments = loss, ((), {OUTPUTS: outputs, LABEL: label})
+        self._attributes = AttributeCopies(loss, lambda tensor: tensor.detach().cpu().clone())
+
+    def losses(self, scalars: Sequence[Node]) -> Iterator[float]:
+        nodes = self._loss.graph.nodes
+        for node in itertools.takewhile(lambda node: node.op != "output", nodes):
+            self.values[node] = self.run_node(node)
+        return (float(self.values[node]) for node in scalars)
+
+    def placeholder(self, node: Node) -> Any:
+        return trees.get(self._arguments, self._loss.input_paths[node.name])
+
+    def get_attr(self, node: Node) -> Any:
+        return self._attributes.at(node.target)
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        return self._attributes.at(node.target)(*args, **kwargs)
