@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
 
+from roundpipe.integrations.microbatches import MEASURED_EACH, Batch, LossKind
 from roundpipe.integrations.transformers import RoundPipeTrainerMixin
 from tests.integrations.trainers import llama, train_both
 
@@ -36,14 +37,6 @@ class Flooded(OwnLoss):
 
     def of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (shifted(logits, labels) - 3.4).abs() + 3.4
-
-
-class Curriculum(OwnLoss):
-    """Another kind of loss from the eighth step on."""
-
-    def of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = shifted(logits, labels)
-        return loss if self.state.global_step < 7 else loss + 5 * logits.mean((0, 1)).square().sum()
 
 
 class Criterion(nn.Module):
@@ -76,10 +69,6 @@ class FloodedInRotation(RoundPipeTrainerMixin, Flooded):
     pass
 
 
-class CurriculumInRotation(RoundPipeTrainerMixin, Curriculum):
-    pass
-
-
 class CountedInRotation(RoundPipeTrainerMixin, Counted):
     pass
 
@@ -89,9 +78,22 @@ def test_a_function_of_a_mean_is_not_cut(tmp_path: Path) -> None:
         train_both(llama, tmp_path, (Flooded, FloodedInRotation), max_steps=8, learning_rate=0.05, devices=2)
 
 
-def test_a_loss_that_changes_is_measured_again(tmp_path: Path) -> None:
+def test_a_loss_that_changes_is_measured_again() -> None:
+    kind, measured = LossKind(["labels"]), []
+
+    def measure(batches: list[Batch]) -> list[float]:
+        measured.append(len(sizes))
+        outs = [batch.kwargs["scores"] for batch in batches]
+        return [float(each.square().mean() if len(sizes) < 100 else each.mean().square()) for each in outs]
+
+    sizes: list[int] = []
+    generator = torch.Generator().manual_seed(0)
     with pytest.warns(UserWarning, match="neither a sum nor a mean.*not cut into microbatches"):
-        train_both(llama, tmp_path, (Curriculum, CurriculumInRotation), max_steps=10, devices=2)
+        while len(sizes) < 100 * MEASURED_EACH:
+            sizes.append(len(kind.cut(Batch((), {"scores": torch.randn(4, 3, generator=generator)}), 2, measure)))
+    later = [number for number in measured if number]
+    assert later == sorted(later) and 100 <= later[-1] < 100 * MEASURED_EACH and len(later) < 5
+    assert set(sizes[: later[-1]]) == {2} and set(sizes[later[-1] :]) == {1}
 
 
 @pytest.mark.filterwarnings("ignore:the loss is neither a sum nor a mean")
