@@ -73,6 +73,94 @@ def test_a_batch_is_cut_only_if_somebody_says_so(number: Any) -> None:
                 torch.testing.assert_close(piped(x), reference(x))
 
 
+def shifted(h: torch.Tensor) -> torch.Tensor:
+    return F.pad(h, (0, 0, 1, 0))[:-1] + h
+
+
+def pooled(h: torch.Tensor) -> torch.Tensor:
+    return F.avg_pool1d(h.T[None], 3, 1, 1)[0].T
+
+
+def normed(h: torch.Tensor) -> torch.Tensor:
+    return F.instance_norm(h.T[None])[0].T
+
+
+def whitened(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.linalg.svd(h, full_matrices=False)[0][:, :1].abs()
+
+
+def reversed_order(h: torch.Tensor) -> torch.Tensor:
+    return 0.7 * h + 0.3 * h[torch.arange(len(h) - 1, -1, -1)]
+
+
+class Mixed(nn.Module):
+    """Mixes what its first layer gives."""
+
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mix = mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.layers
+        x = self.mix(torch.tanh(first(x)))
+        for layer in others:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def minus_first(h: torch.Tensor) -> torch.Tensor:
+    return h - h[0]
+
+
+def minus_first_row(h: torch.Tensor) -> torch.Tensor:
+    return h - h[:1]
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [minus_first, minus_first_row, shifted, pooled, normed, whitened, reversed_order],
+    ids=lambda mix: mix.__name__,
+)
+def test_samples_that_meet_others_are_seen(mix: Any) -> None:
+    torch.manual_seed(0)
+    model = Mixed(mix).to(DTYPE)
+    x, label = batch()
+    expected = F.cross_entropy(copy.deepcopy(model)(x), label)
+    with roundpipe.compile(model, devices=DEVICES) as piped:
+        loss, texts = train(piped)
+    torch.testing.assert_close(loss, expected.detach())
+    assert len(texts) == 1 and "runs as one microbatch" in texts[0]
+
+
+def of_last_tokens(h: torch.Tensor) -> torch.Tensor:
+    return h[torch.arange(len(h)), :] + h[:, :1]
+
+
+def of_each(h: torch.Tensor) -> torch.Tensor:
+    return F.avg_pool1d(F.pad(h[:, None], (1, 1)), 3, 1)[:, 0] + h.select(1, 0)[:, None]
+
+
+@pytest.mark.parametrize("mix", [of_last_tokens, of_each], ids=lambda mix: mix.__name__)
+def test_samples_that_meet_none_are_cut(mix: Any) -> None:
+    torch.manual_seed(0)
+    with roundpipe.compile(Mixed(mix).to(DTYPE), devices=DEVICES) as piped:
+        assert train(piped)[1] == []
+
+
+def test_gradients_by_frequency_are_of_a_whole_batch() -> None:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(5, WIDTH, scale_grad_by_freq=True)
+    model = nn.Sequential(embedding, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(DTYPE)
+    reference, (_, label) = copy.deepcopy(model), batch()
+    ids = torch.tensor([0, 0, 1, 0, 2, 0, 0])
+    F.cross_entropy(reference(ids), label).backward()
+    with roundpipe.compile(model, devices=DEVICES) as piped, pytest.warns(UserWarning, match="mixes the samples"):
+        piped.forward_backward((ids,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+        piped.synchronize()
+    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
+
+
 def test_a_number_given_to_the_model_stays_too() -> None:
     with roundpipe.compile(
         Centred().to(DTYPE), devices=DEVICES, model_run_config=RoundPipeRunConfig(num_microbatch=2)

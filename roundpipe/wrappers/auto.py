@@ -44,6 +44,8 @@ class PartsProgram(Program):
     splits_inside: bool = True
     """Whether a ``forward`` is split into microbatches part by part, around which the model's own code sees whole
     batches. False runs all of the model microbatch by microbatch."""
+    leaves_activation: bool = False
+    """Whether the forward leaves an activation in an attribute, where code behind a call may take it."""
 
     def start(self, session: Session) -> HostRunner:
         return HostRunner(session, self, session.config)
@@ -88,6 +90,8 @@ class HostRunner(Runner):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig, splits_inside: bool
     ) -> Any:
         config = self._begin(options)
+        if self.parts.leaves_activation and config.requires_grad and not splits_inside:
+            config = self._batch_warnings.with_whole_attributes(config)
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]

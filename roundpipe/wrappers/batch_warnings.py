@@ -69,6 +69,19 @@ class BatchWarnings:
             )
         return replace(config, num_microbatch=1, auto=frozenset())
 
+    def with_whole_attributes(self, config: ResolvedConfig) -> ResolvedConfig:
+        """The config for a call of a model that leaves activations in attributes, which cuts nothing by default."""
+        if config.num_microbatch == 1 and not config.auto:
+            return config
+        given = not self.may_choose(config)
+        is_cut = "has that of the last microbatch alone; with num_microbatch=1 it has that of the batch"
+        text = is_cut if given else "has that of the batch, which is not cut in such calls; num_microbatch cuts it"
+        self._warn_of_mixing(
+            f"its forward leaves an activation in an attribute. Behind a call without a loss_fn the attribute {text}. "
+            "forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own"
+        )
+        return config if given else replace(config, num_microbatch=1, auto=frozenset())
+
     def may_choose(self, config: ResolvedConfig) -> bool:
         """Whether nobody has said how batches are cut, or into how many microbatches."""
         return config.split_input is None and not config.is_number_given

@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_count, items_of
-from roundpipe.core.errors import ConfigError, TraceError, enumerated
+from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
@@ -47,6 +47,8 @@ class PartsChoice:
     reaction: Reaction = "warn"
     host_modules: set[nn.Module] = field(init=False, default_factory=set)
     """Modules whose own forward must run on the CPU, once, and those that hold them."""
+    leaves_activation: bool = field(init=False, default=False)
+    """Whether it can't be traced because it leaves an activation in an attribute."""
 
     def __post_init__(self) -> None:
         thresholds = self.lower_threshold, self.upper_threshold
@@ -55,6 +57,7 @@ class PartsChoice:
     def on_failure(self, error: TraceError) -> None:
         """React to an error of the tracer; returns if the model runs in parts from now on."""
         kind = type(self.model).__name__
+        self.leaves_activation = error.cause is TraceCause.ACTIVATION_LEFT
         if self.reaction == "refuse":
             raise error
         if self.reaction == "not implemented":
@@ -100,8 +103,12 @@ class PartsChoice:
         nothing_chosen = not walk.parts and self.model not in walk.on_host
         is_whole = nothing_chosen and not any(module in self.skip_modules for module in walk.left)
         if self.model in walk.parts or is_whole:
-            return PartsProgram(self.model, {self.model: RoundPipeRunConfig()}, splits_inside=self.splits_inside)
-        return PartsProgram(self.model, walk.parts, tuple(walk.left), self.splits_inside)
+            parts, left = {self.model: RoundPipeRunConfig()}, []
+        else:
+            parts, left = walk.parts, list(walk.left)
+        return PartsProgram(
+            self.model, parts, tuple(left), self.splits_inside, leaves_activation=self.leaves_activation
+        )
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:

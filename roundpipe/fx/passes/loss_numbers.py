@@ -65,7 +65,9 @@ def makes_up_batch(
             with suppress(Exception):  # the numbers may be none that it takes
                 pieces = [_with_numbers(arguments, draw, generator) for arguments in batches[:2]]
                 runs = zip(graphs, [*pieces, _joined(pieces, sizes)], scalars, strict=True)
-                losses = zip(*(_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs), strict=True)
+                losses = zip(
+                    *(_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs), strict=True
+                )
                 answers += [_makes_up(each, total, weights) for *each, total in losses]
     return all(answers) if answers else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.places import OF_TORCH
@@ -239,7 +239,10 @@ class LeafRunner:
             raise self._to_look_into(module, name, error, is_stateful=True)
         for kind, attribute in run.sets:
             if attribute not in OF_TORCH and attribute in self._readers.beside(kind):
-                error = TraceError(f"it sets {kind.__name__}.{attribute}, which other code reads", TraceCause.STATE)
+                is_left = (kind, attribute) in run.left_behind
+                cause, facts = TraceCause.ACTIVATION_LEFT, TraceFacts(attribute=attribute)
+                words = f"it sets {kind.__name__}.{attribute}, which other code reads"
+                error = TraceError(words, cause, facts) if is_left else TraceError(words, TraceCause.STATE)
                 raise self._to_look_into(module, name, error, hands_on=True)
         for kind, attribute in run.left_behind:
             raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)

@@ -6,7 +6,7 @@ Invariant: what is chosen or proposed was planned for, by the costs that calls a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -17,7 +17,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED, Tiles
-from roundpipe.planning.planner import least_need, least_seconds
+from roundpipe.planning.planner import has_plan, least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 ROOM_SHARE = 0.1
 """What a device should have beside what is predicted, where an error says how much it must have."""
+
+
+Sizes = Callable[[int], int]
+"""Elements of the largest microbatch, by how many there are."""
 
 
 class _Options(NamedTuple):
@@ -70,7 +74,9 @@ class OptionChooser:
             if "recompute_grain" in config.auto and self.budget_bytes is not None:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
-            found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements, self.budget_bytes)
+            tiles = self._tiles(config)
+            sizes = _sizes(elements, batch_size)
+            found = self._first_fitting(whole, tiles, numbers, grains, sizes, self.budget_bytes, is_quick=False)
             settled[size] = found[:2] if found is not None else (numbers[-1], grains[-1])
             if found is not None:
                 logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", *found)
@@ -108,21 +114,20 @@ class OptionChooser:
 
     def _proposed(self, call: Call, budget_bytes: int | None) -> list[str]:
         """Settings that are predicted to fit."""
-        number, samples = call.total_microbatches, batch_size(call.args[0], call.kwargs[0], call.config)
-        most = inf if samples is None else samples * number
-        numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
-        if samples is not None and samples > 1 and most not in numbers:
-            numbers.append(samples * number)
-        elements = call.elements() * number
+        number, samples = call.total_microbatches, _num_samples(call)
+        numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= (samples or inf)]
+        if samples is not None and samples > max(numbers, default=number):
+            numbers.append(samples)
+        sizes = _sizes_of(call)
         own, finer = self._tiles(call.config), () if call.config.tiles is None else LADDER
         proposals = []
-        if found := self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements, budget_bytes):
+        if found := self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, sizes, budget_bytes):
             proposals.append(f"num_microbatch={found[0]} with recompute_grain={found[1]!r}")
-        if self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements, budget_bytes):
+        if self._first_fitting(call, finer, [number], [call.config.recompute_grain], sizes, budget_bytes):
             proposals.append("tiles='auto'")
         if proposals:
             return proposals
-        found = self._first_fitting(call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements, budget_bytes)
+        found = self._first_fitting(call, finer, [number, *numbers], RECOMPUTE_GRAINS, sizes, budget_bytes)
         return [f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"] if found else []
 
     def _first_fitting(
@@ -131,12 +136,13 @@ class OptionChooser:
         tiles: Sequence[Tiles],
         numbers: Sequence[int],
         grains: Sequence[RecomputeGrain],
-        elements: int,
+        sizes: Sizes,
         budget_bytes: int | None,
+        is_quick: bool = True,
     ) -> _Options | None:
         """The fastest options in the fewest tiles in which some are predicted to fit; None if there are none."""
         for each in tiles:
-            while (found := self._fastest(call, each, numbers, grains, elements, budget_bytes)) is not None:
+            while (found := self._fastest(call, each, numbers, grains, sizes, budget_bytes, is_quick)) is not None:
                 if not self._learns(call, each, found[0]):
                     return found
         return None
@@ -170,16 +176,20 @@ class OptionChooser:
         tiles: Tiles,
         numbers: Sequence[int],
         grains: Sequence[RecomputeGrain],
-        elements: int,
+        sizes: Sizes,
         budget_bytes: int | None,
+        is_quick: bool,
     ) -> _Options | None:
-        """The fastest options that are predicted to fit in tiles, the first of equals; None if none does."""
+        """The fastest options that are predicted to fit in tiles, the first of equals; None if none does.
+
+        ``is_quick``: by what no plan of theirs goes below. The search for the fastest plan of each takes seconds.
+        """
         self._costs.measure_memory(call, tiles)
         is_asked = tiles in (UNTILED, *given_tiles(call.config))
         if not is_asked and not self._costs.record(call.chain).memory(tiles):
             return None
         pairs, num_workers, tasks_s = list(product(numbers, grains)), self._costs.num_workers, self._costs.tasks_s
-        costs = {number: self._costs.of(call.chain, -(-elements // number), tiles) for number in numbers}
+        costs = {number: self._costs.of(call.chain, sizes(number), tiles) for number in numbers}
 
         def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
             limits = {"memory_budget_bytes": budget_bytes, "recompute_grain": grain}
@@ -191,6 +201,10 @@ class OptionChooser:
             if best is not None and least_s[position] > best[0]:
                 break
             number, grain = pairs[position]
+            if is_quick:
+                if has_plan(costs[number], **options(number, grain)):
+                    return _Options(number, grain, least_s[position])
+                continue
             try:
                 plan = choose_plan(costs[number], **options(number, grain))
             except DeviceMemoryError:
@@ -202,6 +216,30 @@ class OptionChooser:
         if best is None:
             return None
         return _Options(*pairs[best[1]], best[0])
+
+
+def _num_samples(call: Call) -> int | None:
+    """Of all microbatches, if it is known."""
+    each = [batch_size(args, kwargs, call.config) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
+    known = [number for number in each if number is not None]
+    if len(known) < call.num_microbatches:
+        return None
+    return sum(known) + (call.total_microbatches - call.num_microbatches) * max(known)
+
+
+def _sizes_of(call: Call) -> Sizes:
+    """With the call's samples in other numbers of microbatches."""
+    number, largest = _num_samples(call), batch_size(*call.largest()[:2], call.config)
+    if number is None or not largest:
+        return _sizes(call.elements() * call.total_microbatches, None)
+    return _sizes(-(-call.elements() * number // largest), number)
+
+
+def _sizes(elements: int, num_samples: int | None) -> Sizes:
+    """Of a batch with so many elements, whose samples are not cut if their number is known."""
+    if not num_samples:
+        return lambda number: -(-elements // number)
+    return lambda number: -(-elements * -(-num_samples // number) // num_samples)
 
 
 def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
