@@ -35,6 +35,7 @@ from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
+from roundpipe.runtime.optimizer.wrong_parameters import ABOUT_HOOKS, have_hooks
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, take_writes
@@ -67,6 +68,7 @@ class PlainSteps(ABC):
         """Whether the last step was asynchronous."""
         self._loop: Literal["unknown", "steps", "copies", "own"] = "unknown"
         """How the training loop updates: by `RoundPipe.step`, or by itself the copies or the model's own parameters."""
+        self._has_told_of_hooks = False
         self._stepping: list[ParameterPair] = []
         """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
         self._has_new_gradients = False
@@ -142,6 +144,7 @@ class PlainSteps(ABC):
         self._steps.refuse_inside("optimizer.step()")
         self.come_home()
         is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
+        mixed = " Do not mix optimizer.step() with model.step(...)" if self._loop == "steps" else ""
         self.is_async, self._loop = False, "copies" if stepping else "own"
         is_quiet = self._updates.is_idle and not self._weights_changed and not self._steps.running()
         if not (is_quiet and all(pair.is_shown for pair in self._pairs)):
@@ -149,8 +152,11 @@ class PlainSteps(ABC):
         if is_late:
             warn(
                 "gradients came to the optimizer's copies only when optimizer.step() was called: if they were clipped "
-                "or unscaled before it, that had no effect. Do not mix optimizer.step() with model.step(...)"
+                f"or unscaled before it, that had no effect.{mixed}"
             )
+        if not self._has_told_of_hooks and have_hooks(stepping):
+            self._has_told_of_hooks = True
+            warn(ABOUT_HOOKS)
         if stepping:
             take_writes(self._pairs.with_copies(), has_update=False)
         self._stepping = stepping

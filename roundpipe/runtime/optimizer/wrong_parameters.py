@@ -17,6 +17,18 @@ _WATCHED_STEPS = 3
 """Of so many it is looked whether they write the model's parameters, by a sample of values, too."""
 
 
+ABOUT_HOOKS = (
+    "model.optim_parameters() have hooks, which never run: gradients come there without a backward. Register hooks on "
+    "the model's own parameters"
+)
+
+
+def have_hooks(pairs: Iterable[ParameterPair]) -> bool:
+    """Whether any of the optimizer's copies has hooks on its gradient."""
+    copies = (pair.copy for pair in pairs if pair.copy is not None)
+    return any(copy._backward_hooks or copy._post_accumulate_grad_hooks for copy in copies)
+
+
 class WrongParameters:
     """Looks at the ``step_fn`` of one model; what it finds is told of once each."""
 
@@ -39,16 +51,8 @@ class WrongParameters:
         if self._num_begun <= _WATCHED_STEPS:
             own = [pair for pair in pairs if pair.copy is not None and pair.twin is None]
             self._before = [(pair, pair.fingerprint, Fingerprint.of(pair.parameter)) for pair in own]
-            if any(
-                copy._backward_hooks or copy._post_accumulate_grad_hooks
-                for pair in own
-                if (copy := pair.copy) is not None
-            ):
-                self._tell(
-                    "hooks",
-                    "model.optim_parameters() have hooks, which never run: gradients come there without a backward. "
-                    "Register hooks on the model's own parameters",
-                )
+            if have_hooks(own):
+                self._tell("hooks", ABOUT_HOOKS)
         copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
         self._first = self._first or frozenset(copies)
         late = [pair for key, pair in copies.items() if key not in self._first and key not in self._stepped]
