@@ -324,6 +324,7 @@ class FakeWorld:
         host = torch.device("cpu")
         for name, tensor in self.real.items():
             if tensor not in self._fake_of:
+                self._check_layout(tensor, name)
                 fake = self._fake_of[tensor] = fake_of(self.mode, tensor, host)
                 self.name_of[tensor] = self.name_of[fake] = name
 
@@ -336,13 +337,15 @@ class FakeWorld:
             {name: trees.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
         )
 
-    def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.layout is not torch.strided or leaf.is_nested:
-            kind = "nested" if leaf.is_nested else f"a sparse one ({leaf.layout})"
-            where = f"the tensor at {trees.path_string(path)} of its arguments"
+    def _check_layout(self, tensor: torch.Tensor, where: str) -> None:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else f"a sparse one ({tensor.layout})"
             raise TraceError(
                 f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
             )
+
+    def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
+        self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
         is_float = leaf.is_floating_point() or leaf.is_complex()
         is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
         kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]

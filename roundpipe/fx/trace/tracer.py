@@ -23,6 +23,7 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import preserved_random_state
+from roundpipe.core.storages import bytes_of
 from roundpipe.effects.completed import CompletedTexts
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
@@ -253,7 +254,7 @@ def _as_the_models_own(
         return None
     tensors = [*model.parameters(), *model.buffers()]
     without_data = any(tensor.is_meta for tensor in tensors)
-    if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
+    if not without_data and sum(map(bytes_of, tensors)) > MAX_BYTES:
         return None
     own = _exception_of(model, args, kwargs, without_data)
     if type(own) is not type(cause):
