@@ -86,6 +86,11 @@ class AttributeChange(NamedTuple):
         """Whether it holds what a property computed."""
         return isinstance(getattr(type(self.module), self.name, None), functools.cached_property)
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the module is one of torch's, such as an RNN, which has its weights in a list, too."""
+        return type(self.module).__module__.startswith("torch.")
+
 
 class _Record(NamedTuple):
     attributes: dict[str, Any]

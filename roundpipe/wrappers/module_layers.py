@@ -79,8 +79,7 @@ class StateWatch:
         if drawn := before.drawn():
             yield f"draws from the generator in attribute {drawn!r}"
         for change in before.diff():
-            is_torchs = type(change.module).__module__.startswith("torch.")  # an RNN has its weights in a list, too
-            if is_torchs or change.is_cached_property:
+            if change.is_torchs or change.is_cached_property:
                 continue
             if trees.tensors(change.now):
                 yield f"stores tensors in attribute {change.name!r}"

@@ -38,8 +38,10 @@ def test_dropout_between_recurrent_layers_is_seen(kind, dropout, num_layers, tra
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe")
 @pytest.mark.parametrize("is_own_loop", [False, True])
-def test_recomputation_repeats_the_dropout_between_recurrent_layers(kind, is_own_loop):
+@pytest.mark.parametrize("is_in_parts", [False, True])
+def test_recomputation_repeats_the_dropout_between_recurrent_layers(kind, is_own_loop, is_in_parts, recwarn):
     torch.manual_seed(0)
     model, ids = Recurrent(kind).to(DTYPE), torch.randint(10, (6, 4))
     weights = [model.embed.weight, model.recurrent.weight_hh_l0, model.recurrent.weight_ih_l1]
@@ -50,7 +52,12 @@ def test_recomputation_repeats_the_dropout_between_recurrent_layers(kind, is_own
             for weight, direction in zip(weights, directions, strict=True):
                 weight.add_(factor * size * direction)
 
-    with roundpipe.compile(model, devices=["cpu"] * 3, example_args=(ids,)) as pipe:
+    def wrap():
+        if is_in_parts:
+            return roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, devices=["cpu"] * 3)
+        return roundpipe.compile(model, devices=["cpu"] * 3, example_args=(ids,))
+
+    with wrap() as pipe:
         options = RoundPipeRunConfig(num_microbatch=3)
 
         def loss():
@@ -71,6 +78,7 @@ def test_recomputation_repeats_the_dropout_between_recurrent_layers(kind, is_own
         above = loss()
         move(-2)
         assert slope == pytest.approx((above - loss()) / (2 * size), rel=1e-5)
+    assert not [each for each in recwarn if "runs on the CPU" in str(each.message)]
 
 
 class Dropping(nn.Module):
