@@ -133,7 +133,7 @@ def tried(loss_fn, *examples):
     def scalars(graph):
         return [node for node in graph.graph.nodes if node.name == graph.output.name]
 
-    return makes_up_batch(trace, scalars, examples, sizes, sizes)
+    return makes_up_batch(trace, scalars, examples, sizes)
 
 
 def example(number, label=None):

@@ -39,6 +39,8 @@ ADVICE: dict[Limit, str] = {
 """What helps, by limit."""
 SHARING = "replicas='auto', by which several devices run one stage"
 """What may help several devices that compute all the time, each its own stages."""
+TURNS = "torch.compile'd blocks, or a process per device: the threads of several devices take turns at Python"
+"""What helps several devices that wait for Python."""
 
 
 def limit_of(idle: Mapping[WaitCause, float], optimizer_s: Mapping[str, float], wall_s: float) -> Limit:

@@ -17,7 +17,7 @@ import torch
 
 from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED
-from roundpipe.reports.limits import ADVICE, OF_OPTIMIZER, SHARING, Limit, limit_of
+from roundpipe.reports.limits import ADVICE, OF_OPTIMIZER, SHARING, TURNS, Limit, limit_of
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import (
     counted,
@@ -183,9 +183,12 @@ class RunReport:
         if limit in chain and self.num_steps:
             spent = (f"{what} {format_seconds(spent_s / self.num_steps)}" for what, spent_s in chain.items())
             taken = f" (of each step {', '.join(spent)}, one behind the other)"
-        return f"{limit}{taken}: {ADVICE[limit]}" + (
-            f", and so may {SHARING}" if limit == "compute" and are_apart else ""
-        )
+        more = ""
+        if limit == "compute" and are_apart:
+            more = f", and so may {SHARING}"
+        elif limit == "overhead" and len(self.workers) > 1:
+            more = f", {TURNS}"
+        return f"{limit}{taken}: {ADVICE[limit]}{more}"
 
     def _speed(self) -> str:
         parts = []

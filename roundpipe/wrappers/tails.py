@@ -232,7 +232,7 @@ class TailSource:
         arguments, sizes = [(each.outputs, each.label) for each in examples], _sizes(call)
         with _tracing_modes(), microbatch_count(call.total_microbatches):
             trace = functools.partial(_trace_of, call.loss_fn, self._model)
-            return "differs" if numbers_differ(trace, arguments, sizes, sizes) else None
+            return "differs" if numbers_differ(trace, arguments, sizes) else None
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing

@@ -235,15 +235,17 @@ def test_time_between_calls_is_the_callers(clock):
 
 
 def test_several_devices_that_compute_all_the_time_are_told_of_replicas():
-    def text(devices, plan):
+    def text(devices, plan, limit="compute"):
         with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * devices) as piped:
             for _ in range(2):  # what layers leave behind is known after the first
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(4, plan=plan))
-            return str(replace(piped.report(), limit="compute"))
+            return str(replace(piped.report(), limit=limit))
 
     assert "replicas='auto'" in text(2, PLAN)
     assert "replicas='auto'" not in text(1, PLAN)
     assert "replicas='auto'" not in text(2, ExecutePlan(fused=(0, 6), replicas=[2]))
+    assert "take turns at Python" in text(2, PLAN, "overhead")
+    assert "take turns at Python" not in text(1, PLAN, "overhead")
 
 
 def test_waiting_for_the_optimizer_is_seen():

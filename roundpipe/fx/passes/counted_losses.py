@@ -92,10 +92,7 @@ def mixing_of_losses(
 
 
 def numbers_differ(
-    trace: Callable[[Arguments], TracedGraph],
-    examples: Sequence[Arguments],
-    sizes: Sequence[int],
-    weights: Sequence[float],
+    trace: Callable[[Arguments], TracedGraph], examples: Sequence[Arguments], sizes: Sequence[int]
 ) -> bool:
     """Whether the losses of microbatches are seen not to make up those of the batch.
 
@@ -103,9 +100,8 @@ def numbers_differ(
         trace: gives the graph of a `LossCall` for some arguments.
         examples: what it is called with for each microbatch; outputs have no data.
         sizes: of these, in samples.
-        weights: what they count for.
     """
-    return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes, weights) is False
+    return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes) is False
 
 
 def _by_terms(

@@ -36,22 +36,20 @@ def makes_up_batch(
     scalars_of: Callable[[TracedGraph], Sequence[Node]],
     examples: Sequence[Arguments],
     sizes: Sequence[int],
-    weights: Sequence[float],
 ) -> bool | None:
-    """Whether the mean of microbatches' losses, or their sum, is the loss of all their samples.
+    """Whether the mean of microbatches' losses by samples, or their sum, is the loss of all their samples.
 
     Args:
         trace: gives the graph of a `LossCall` for some arguments.
         scalars_of: tells which nodes of it are losses.
         examples: what it is called with for each microbatch.
         sizes: of the microbatches, in samples.
-        weights: what each counts for in the mean.
 
     Returns None if that can't be tried: a graph doesn't run, or something is neither split nor shared.
     """
-    if not 1 < len(sizes) == len(weights):
+    if len(sizes) < 2:
         return None
-    (first, second), sizes, weights = examples[:2], sizes[:2], weights[:2]
+    (first, second), sizes = examples[:2], sizes[:2]
     answers: list[bool] = []
     generator = torch.Generator().manual_seed(0)
     with suppress(Exception), code_at_other_sizes(), torch.no_grad():
@@ -65,10 +63,8 @@ def makes_up_batch(
             with suppress(Exception):  # the numbers may be none that it takes
                 pieces = [_with_numbers(arguments, draw, generator) for arguments in batches[:2]]
                 runs = zip(graphs, [*pieces, _joined(pieces, sizes)], scalars, strict=True)
-                losses = zip(
-                    *(_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs), strict=True
-                )
-                answers += [_makes_up(each, total, weights) for *each, total in losses]
+                losses = [_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs]
+                answers += [_makes_up(each, total, sizes) for *each, total in zip(*losses, strict=True)]
     return all(answers) if answers else None
 
 
@@ -118,8 +114,8 @@ def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first
 
 
-def _makes_up(terms: Sequence[float], total: float, weights: Sequence[float]) -> bool:
-    mean = sum(weight * term for weight, term in zip(weights, terms, strict=True)) / sum(weights)
+def _makes_up(terms: Sequence[float], total: float, sizes: Sequence[int]) -> bool:
+    mean = sum(size * term for size, term in zip(sizes, terms, strict=True)) / sum(sizes)
     if not all(map(isfinite, (mean, total))):
         return True  # nothing is known
     scale = max(map(abs, terms))

@@ -77,10 +77,8 @@ def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes
         leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
         tensors = [arguments[node] for node in with_rows]
         rows = [(tensor, (*leading, *(None,) * (tensor.ndim - num_axes))) for tensor in tensors]
-        run, watch = (
-            _FakeRun(AttributeCopies(loss, fakes_of(mode)), arguments),
-            RowWatch(tensors[0].shape[:num_axes], rows, ()),
-        )
+        run = _FakeRun(AttributeCopies(loss, fakes_of(mode)), arguments)
+        watch = RowWatch(tensors[0].shape[:num_axes], rows, ())
         with suppress(Exception), watch:  # these sizes may not fit the code behind
             for node in loss.graph.nodes:
                 if node.op != "output":
