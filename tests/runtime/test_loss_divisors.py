@@ -64,7 +64,7 @@ LOSSES = {
     "a sum of elements": (lambda x: x.square().sum(), [(UNKNOWN, 1)]),
     "scalars by weights": (lambda x: (torch.stack([entropy(x), x.mean()]) * WEIGHT[:2]).mean(), [(UNKNOWN, 1)]),
     "a function of its own": (lambda x: Double.apply(entropy(x)), [(UNKNOWN, 1)]),
-    "flooded": (lambda x: (entropy(x) - 0.1).abs() + 0.1, [(UNKNOWN, 1)]),
+    "flooded": (lambda x: (entropy(x) - 0.1).abs() + 0.1, [(BENT, 1)]),
     "similarities": (lambda x: F.cross_entropy(x[:, 0] @ x[:, 1].T, ordered(x)), [(COMPARES, 1)]),
     "distances": (lambda x: torch.cdist(x[:, 0], x[:, 1]).mean() + x.mean(), [(COMPARES, 1), (DIVIDED, 60)]),
     "distances of pairs": (lambda x: F.pdist(x.flatten(1)).sum() / 6, [(COMPARES, 1)]),
