@@ -69,7 +69,7 @@ def code_on_fakes() -> Iterator[None]:
 
 @contextmanager
 def code_at_other_sizes() -> Iterator[None]:
-    """Around code that runs at sizes, or on numbers, that are not the user's: what it warns of does not concern him."""
+    """Around code that runs at sizes, or on numbers, that are not the user's, who need not see what it warns of."""
     with code_on_fakes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -22,7 +22,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import RoundPipeError
 from roundpipe.integrations.stand_in import CalledAgain
-from roundpipe.runtime.engine.loss_divisors import LossPart
+from roundpipe.runtime.engine.loss_divisors import ends_of, terms_of
 
 IGNORED = -100
 """The label of what is not counted."""
@@ -137,6 +137,8 @@ class LossKind:
     """That might have been cut."""
     _measured_at: int = 0
     """How many there were at the last measurement."""
+    _looked_at: int = 0
+    """How many there were when autograd's graph was last looked at."""
     _num_measured: int = 0
     _num_unclear: int = 0
     """Measurements on samples of several classes whose losses were too much alike to tell."""
@@ -251,9 +253,13 @@ class LossKind:
             )
         return seen <= self._alike
 
-    def look_at(self, terms: Sequence[LossPart]) -> None:
-        """Take in what autograd's graph shows of a microbatch's loss."""
-        if self.errors and any(term.kind == "not linear" for term in terms):
+    def look_at(self, loss: Any, outputs: Any) -> None:
+        """Take in what autograd's graph shows of a microbatch's loss, once for each batch."""
+        is_new = self.errors and self._looked_at != self._num_batches
+        if not is_new or not isinstance(loss, torch.Tensor) or not loss.requires_grad:  # as while it is measured
+            return
+        self._looked_at = self._num_batches
+        if any(term.kind == "not linear" for term in terms_of(loss, ends_of(outputs))):
             self._give_up("the loss is a function of means, such as a root or the larger of two")
 
     def _give_up(self, why: str) -> None:

@@ -46,7 +46,6 @@ from roundpipe.integrations.stand_in import (
 )
 from roundpipe.integrations.training_step import step_around
 from roundpipe.runtime.config import AUTO, RoundPipeRunConfig
-from roundpipe.runtime.engine.loss_divisors import ends_of, terms_of
 from roundpipe.runtime.microbatch.pieces import BatchPieces
 from roundpipe.wrappers.batch_warnings import warn_of_whole
 from roundpipe.wrappers.model_view import ModelView
@@ -275,8 +274,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         with self._loss_lock, torch.autocast(self.accelerator.device.type, enabled=False):
             model = answer_once(self.model, self._in_float32(outputs))
             loss = self._compute(model, label.inputs, label.num_items)
-            if (kind := self._kinds.get((False, label.num_items is None))) is not None and loss.requires_grad:
-                kind.look_at(terms_of(loss, ends_of(outputs)))
+            if (kind := self._kinds.get((False, label.num_items is None))) is not None:
+                kind.look_at(loss, outputs)
             return loss * label.factor
 
     def _in_float32(self, outputs: Any) -> Any:

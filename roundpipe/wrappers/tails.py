@@ -30,14 +30,8 @@ from roundpipe.fx.guards.failure import Failure, Retraces
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
-from roundpipe.fx.passes.counted_losses import (
-    LABEL,
-    OUTPUTS,
-    CountedLosses,
-    count_losses,
-    mixing_of_losses,
-    numbers_differ,
-)
+from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixing_of_losses, numbers_differ
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.trace.loss import change_of, is_same, trace_loss
@@ -231,16 +225,13 @@ class TailSource:
             return None
         arguments, sizes = [(each.outputs, each.label) for each in examples], _sizes(call)
         with _tracing_modes(), microbatch_count(call.total_microbatches):
-            trace = functools.partial(_trace_of, call.loss_fn, self._model)
+            function: Any = call.loss_fn
+            trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
             return "differs" if numbers_differ(trace, arguments, sizes) else None
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
-
-
-def _trace_of(function: Any, model: nn.Module, arguments: tuple[Any, Any]) -> TracedGraph:
-    return trace_loss(function, *arguments, model=model)
 
 
 def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:

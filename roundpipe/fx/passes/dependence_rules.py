@@ -367,7 +367,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
     (_NORMS, _DependenceCall._norm),
     (("convolution",), _DependenceCall._convolution),
     (_BATCH_NORMS, _DependenceCall._batch_norm),
-    (("embedding", "embedding_bag"), _DependenceCall._is_scaled_by_counts),
+    (("embedding", "_embedding_bag"), _DependenceCall._is_scaled_by_counts),
     (("constant_pad_nd",), _DependenceCall._pads),
     (_POOLS, _DependenceCall._pools),
     (_DECOMPOSITIONS, _DependenceCall._decomposes),

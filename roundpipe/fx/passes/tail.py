@@ -28,8 +28,8 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
-from roundpipe.fx.passes.counted_losses import LABEL, OUTPUTS
 from roundpipe.fx.passes.generated import Generated, sizes_key
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS
 from roundpipe.fx.passes.loss_terms import sources
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
 

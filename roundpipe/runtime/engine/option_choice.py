@@ -153,7 +153,8 @@ class OptionChooser:
         samples = batch_size(args, kwargs, call.config)
         if samples is None:
             return False
-        size, record = -(-samples * call.total_microbatches // number), self._costs.record(call.chain)
+        of_all = _num_samples(call) or samples * call.total_microbatches
+        size, record = -(-of_all // number), self._costs.record(call.chain)
 
         def first(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:size] if tensor.ndim and len(tensor) == samples else tensor
