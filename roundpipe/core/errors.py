@@ -226,7 +226,8 @@ class TraceError(RoundPipeError, RuntimeError):
 class OnlyWholeError(RoundPipeError, RuntimeError):
     """The model can't run one of the pieces that a batch was cut into by itself, and can run the whole.
 
-    Its cause is what the piece raises. Wrappers run the whole then; it reaches nobody else.
+    Its cause is what the piece raises. Wrappers run the whole then, so only integrations that cut batches
+    themselves see it.
     """
 
 
