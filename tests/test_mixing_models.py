@@ -292,3 +292,54 @@ def _scores(model: Balanced, ids: torch.Tensor) -> torch.Tensor:
     model(ids, ids)
     handle.remove()
     return found[0]
+
+
+class Views(nn.Module):
+    """Both views of each sample in one pass, as in self-supervised training; a table of scores, if it is asked for."""
+
+    def __init__(self, *, scores: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.scores = scores
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.layers(torch.cat([x, 2 * x]))
+        return made @ made.T if self.scores else {"views": made, "mean": made.chunk(2)[0]}
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_outputs_with_rows_of_all_samples_twice_are_those_of_the_batch(number: int | None) -> None:
+    torch.manual_seed(0)
+    model = Views().to(DTYPE)
+    x, _ = batch()
+    expected = model(x)
+    gradient = torch.randn_like(expected["views"])
+    (expected["views"] * gradient).sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    config = RoundPipeRunConfig(num_microbatch=number)
+    with roundpipe.compile(model, devices=DEVICES, model_run_config=config) as piped:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found = piped(x)
+        assert torch.equal(found["views"], expected["views"]) and torch.equal(found["mean"], expected["mean"])
+        (found["views"] * gradient).sum().backward()
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.0)
+        grads: list[torch.Tensor] = []
+        piped.step(lambda: (grads.extend(each.grad for each in piped.optim_parameters()), optimizer.step()))
+        piped.synchronize()
+        for each, one in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(each, one)
+        _, returned = piped.forward_backward((x,), loss_fn=lambda out, _: out["views"].sum(), return_outputs=True)
+        assert torch.equal(returned["views"], expected["views"])
+
+
+def test_scores_of_each_sample_with_each_are_those_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model = Views(scores=True).to(DTYPE)
+    x, _ = batch()
+    label = torch.arange(2 * NUMBER)
+    expected = F.cross_entropy(model(x), label)
+    with roundpipe.compile(model, devices=DEVICES) as piped, pytest.warns(UserWarning, match="mixes the samples"):
+        loss = piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+    torch.testing.assert_close(loss, expected.detach())

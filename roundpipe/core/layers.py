@@ -316,6 +316,8 @@ class LayerChain(nn.Sequential):
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.odd_outputs: Mapping[Path, str] = {}
         """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
+        self.output_blocks: Mapping[Path, tuple[int, ...]] = {}
+        """Tensors among the outputs that have rows of all samples several times over: rows per sample each time."""
         self.takes_samples_as_time = ""
         """The module, in words, for which a batch must stay in one piece; empty if there is none."""
         self.mixes_samples = ""

@@ -7,7 +7,6 @@ operator below autograd.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import warnings
@@ -39,6 +38,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import unseen
+from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 from roundpipe.fx.twin import make_twin
@@ -136,32 +136,6 @@ def is_of_no_world(tensor: torch.Tensor) -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-@functools.cache
-def _dropout_for_fakes() -> dict[Any, Any]:
-    """Torch's own Python for dropout, by dispatch key."""
-    return dict(torch.ops.aten.dropout.default.py_kernels)
-
-
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return torch.ops.aten.native_dropout(input, p, train)[0] if train and p != 0 else input
-
-
-@contextmanager
-def _dropout_as_compiled() -> Iterator[None]:
-    """Inside, dropout that drops nothing returns its input, as it does on real tensors; torch's Python returns a copy.
-
-    Who writes the result in place writes the input.
-    """
-    operator, original = torch.ops.aten.dropout.default, _dropout_for_fakes()
-    operator.py_kernels.update(dict.fromkeys(original, _dropout))
-    operator._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        operator.py_kernels.update(original)
-        operator._dispatch_cache.clear()
-
-
 @dataclass(frozen=True, slots=True)
 class InputSizes:
     """One tensor input as the world has it."""
@@ -173,11 +147,28 @@ class InputSizes:
     """Per dimension: an int, or the symbol that is this dimension and nothing else."""
 
 
-class RecallingMode(FakeTensorMode):
+class LenientMode(FakeTensorMode):
+    """Runs what the kernels for fakes refuse and those for data take."""
+
+    def __init__(self, shape_env: ShapeWorld | None = None) -> None:
+        super().__init__(shape_env=shape_env, allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = dtype_refused(func, args)
+        if dtype is None:
+            return super().dispatch(func, types, args, kwargs)
+        with self:
+            taken = [arg.to(TAKEN) if isinstance(arg, torch.Tensor) and arg.dtype is dtype else arg for arg in args]
+        result: Any = super().dispatch(func, types, taken, kwargs)
+        with self:
+            return result.to(dtype)
+
+
+class RecallingMode(LenientMode):
     """Infers an operator once for fakes of the same symbolic sizes."""
 
     def __init__(self, shapes: ShapeWorld) -> None:
-        super().__init__(shape_env=shapes, allow_non_fake_inputs=True)
+        super().__init__(shapes)
         self._memo = OperatorMemo(shapes, self._device_of, self._make)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,7 +265,7 @@ class FakeWorld:
             stack.enter_context(code_on_fakes())
             stack.enter_context(self.mode)
             stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(_dropout_as_compiled())
+            stack.enter_context(dropout_as_compiled())
             yield
 
     def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:
@@ -367,7 +358,7 @@ class FakeWorld:
 
 def static_mode() -> FakeTensorMode:
     """Where fakes have plain numbers as sizes."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return LenientMode()
 
 
 @contextmanager

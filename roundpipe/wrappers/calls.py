@@ -99,8 +99,9 @@ class ChainRunner(Runner):
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        self._batch_warnings.look(outputs, config, scalars, calls[0].chain.odd_outputs)
-        return merge(outputs, config, scalars=scalars)
+        chain = calls[0].chain
+        self._batch_warnings.look(outputs, config, scalars.keys() - chain.mixing.keys(), chain.odd_outputs)
+        return merge(outputs, config, scalars=scalars, blocks=chain.output_blocks)
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
@@ -160,7 +161,7 @@ class ChainRunner(Runner):
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
-            merged = merge(outputs, config, scalars=weighed_outputs(calls)) if training.return_outputs else None
+            merged = self._merged(outputs, config, calls) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
@@ -169,6 +170,10 @@ class ChainRunner(Runner):
             self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
+
+    @staticmethod
+    def _merged(outputs: list[Any], config: ResolvedConfig, calls: Sequence[Call]) -> Any:
+        return merge(outputs, config, scalars=weighed_outputs(calls), blocks=calls[0].chain.output_blocks)
 
     def _run_round(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
         """One round of a call, with its backward if there is one."""

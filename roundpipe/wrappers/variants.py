@@ -100,6 +100,7 @@ class JointChain(LayerChain):
         self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
         self.mixes_samples = next((each for chain in chains if (each := chain.mixes_samples)), "")
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
+        self.output_blocks = {path: each for chain in chains for path, each in chain.output_blocks.items()}
 
     def calls(self, call: Call) -> dict[int, Call]:
         """By number of a chain, a call of those microbatches that run by it; one without a number runs by the first."""

@@ -110,3 +110,17 @@ def test_tensors_of_no_world_are_those_with_data_inside_of_one() -> None:
         assert not is_of_no_world(torch.empty(2, device="meta"))
         with real_world():
             assert not is_of_no_world(outside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_grouped_products_run_on_fakes_in_all_types_that_data_may_have(dtype: torch.dtype) -> None:
+    world = world_of(Tied(), torch.randn(3, 4))
+    with world.entered():
+        x = torch.ones(16, 32, dtype=dtype, requires_grad=True)
+        weights = torch.ones(4, 32, 16, dtype=dtype, requires_grad=True)
+        ends = torch.arange(4, 20, 4, dtype=torch.int32)
+        out = torch._grouped_mm(x, weights, offs=ends)  # private: the public function is new in torch 2.10
+        out.backward(torch.ones_like(out))
+    assert is_fake(out) and out.dtype is dtype and out.shape == (16, 16)
+    assert x.grad is not None and x.grad.dtype is dtype and weights.grad is not None
+    assert weights.grad.shape == weights.shape

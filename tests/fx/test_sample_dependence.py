@@ -93,6 +93,13 @@ def marked(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.core(x * marks.flip(-1).cumsum(-1).flip(-1))
 
 
+def scaled_if_large(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Decides by a number of the whole batch."""
+    made = model.first(x)
+    largest = made.abs().max().item()
+    return model.last(made / largest if largest > 1 else made)
+
+
 MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "flip": lambda model, x: model.core(0.7 * x + 0.3 * x.flip(0)),
     "roll": lambda model, x: model.core(x + x.roll(1, 0)),
@@ -154,6 +161,116 @@ def test_what_keeps_samples_apart_is_left_alone(name: str) -> None:
     assert where(Model(APART[name])) == ""
     assert where(Outer(APART[name])) == ""
     assert where(Model(APART[name]), number=1) == ""
+
+
+def test_outputs_of_each_sample_with_each_are_found() -> None:
+    for run in (
+        lambda model, x: model.first(x) @ model.second(x).T,
+        lambda model, x: torch.cdist(model.first(x), model.second(x)),
+        lambda model, x: torch.einsum("id,jd->ij", model.first(x), model.second(x)),
+    ):
+        assert where(Model(run)) and where(Block(run))
+
+
+def sent_to_experts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each expert's own samples, in a loop."""
+    chosen = model.first(x).argmax(-1) % 2
+    made = torch.zeros_like(x)
+    for expert, weight in enumerate(model.experts):
+        mine = torch.where(chosen == expert)[0]
+        if mine.numel() and (chosen == expert).any():
+            made = made.index_add(0, mine, x[chosen == expert] @ weight)
+    return model.last(made)
+
+
+def checked(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Refuses what is no number."""
+    made = model.first(x)
+    assert not made.max().isnan().sum() and made.min() != float("inf")
+    return model.last(made)
+
+
+def test_decisions_of_leaves_by_activations_are_found() -> None:
+    assert "decision" in where(Outer(scaled_if_large))
+    assert where(Outer(sent_to_experts)) == ""
+    assert where(Outer(checked)) == ""
+
+
+class Keeping(nn.Module):
+    """Has a buffer that changes with each batch, inside of a leaf or not."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.run(self, self.first(x)))
+
+
+def moved(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out = x - model.centre
+    model.centre = 0.9 * model.centre + 0.1 * x.detach().mean(0)
+    return out
+
+
+def moved_in_place(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out = x - model.centre
+    with torch.no_grad():
+        model.centre.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return out
+
+
+def only_kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.centre = 0.9 * model.centre + 0.1 * x.detach().mean(0)
+    return x
+
+
+def counted(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return model.norm(x) / model.calls
+
+
+def in_a_leaf(run: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
+    others = (nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)) for _ in range(7))
+    return nn.Sequential(Keeping(run), *others)
+
+
+@pytest.mark.parametrize("make", [Keeping, in_a_leaf])
+def test_buffers_that_a_batch_reads_and_changes_are_found(make: Callable[[Any], nn.Module]) -> None:
+    for run in (moved, moved_in_place):
+        assert "centre, a buffer that the forward reads" in where(make(run))
+    for run in (only_kept, counted):
+        assert where(make(run)) == ""
+
+
+BLOCKS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], tuple[int, ...]]] = {
+    "two views": (lambda model, x: model.core(torch.cat([x, x + 1])), (1, 1)),
+    "three, and three again": (lambda model, x: torch.cat([model.core(torch.cat([x] * 3))] * 2), (1,) * 6),
+    "repeated": (lambda model, x: model.core(x.repeat(3, 1)), (1, 1, 1)),
+    "stacked": (lambda model, x: model.core(torch.stack([x, x + 1]).flatten(0, 1)), (1, 1)),
+    "of other sizes": (lambda model, x: model.core(torch.cat([x, x.repeat_interleave(2, 0)])), (1, 2)),
+    "merged behind samples": (
+        lambda model, x: model.core(torch.stack([x, x + 1])[:, :, None].expand(2, len(x), 3, WIDTH).reshape(-1, WIDTH)),
+        (3, 3),
+    ),
+    "side by side": (lambda model, x: model.core(x.repeat_interleave(3, 0)), ()),
+    "pairs": (lambda model, x: model.core(torch.stack([x, x + 1], 1).flatten(0, 1)), ()),
+    "apart again": (lambda model, x: torch.add(*model.core(torch.cat([x, x + 1])).chunk(2)), ()),
+    "two features": (lambda model, x: torch.cat([model.core(x), model.core(x + 1)], 1), ()),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_order_of_samples_in_outputs_is_found(name: str) -> None:
+    run, expected = BLOCKS[name]
+    for model in (Model(run), Block(run)):
+        found = dependence_of_samples(trace(model, (torch.randn(NUMBER, WIDTH),), {}))
+        assert not found.where
+        assert list(found.blocks.values()) == ([expected] if expected else [])
 
 
 def test_the_line_is_named_where_a_module_has_it() -> None:

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from types import CodeType
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 
-from roundpipe.core.allocations import TorchDispatchMode
-from roundpipe.fx.locations import model_location, with_source
 from roundpipe.fx.passes.row_rules import OperatorArguments
 from roundpipe.fx.sizes import flat_tensors
 
@@ -35,7 +30,9 @@ _ALONG = frozenset(
 _PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm linear mv addmv dot vdot".split())
 _PARTS = frozenset("slice split split_with_sizes".split())
 _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split())
-_BATCH_NORMS = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm batch_norm".split())
+_BATCH_NORMS = frozenset(
+    "native_batch_norm _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm batch_norm".split()
+)
 _TAKING = frozenset("index index_select take gather".split())
 _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
@@ -57,152 +54,33 @@ _BENT = frozenset(
 )
 """Functions that no sum goes through; of two factors, one may be none."""
 
-SUMS, ROWS, DEEP = 1, 2, 3
+
+class Watch(Protocol):
+    """What a rule asks of the run that it is part of."""
+
+    prime: int
+    has_others: bool
+    """Whether there are arguments with another number of something than there are samples, such as of images."""
+    is_of_loss: bool
+    """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
+
+    def counts_samples(self, size: int) -> bool: ...
+
+    def dims(self, tensor: torch.Tensor) -> list[int]: ...
+
+    def is_sum(self, tensor: torch.Tensor) -> bool: ...
+
+    def is_learned(self, tensor: torch.Tensor) -> bool: ...
+
+    def is_learned_sum(self, tensor: torch.Tensor) -> bool: ...
+
+    def is_shuffle(self, tensor: torch.Tensor) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a tensor."""
-
-    level: int = 0
-    """`SUMS`: it is made of several samples; `ROWS`: so is what it has for each; `DEEP`: and went through weights."""
-    where: str = ""
-    """What mixed them."""
-    is_weight: bool = False
-    is_shuffle: bool = False
-    """Whether it is another order of samples, a random one or from the last."""
-    is_learned: bool = False
-    """Whether weights have made it of something else."""
-    sums_learned: bool = False
-    """Whether it has sums over samples of what weights have made, and not of their places, say."""
-    is_bent: bool = False
-    """Whether it is no linear function of sums over samples that weights have made."""
-
-
-NOTHING = Known()
-
-
-class DependenceWatch(TorchDispatchMode):
-    """Follows through operators what is made of several samples."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, prime: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
-        super().__init__()
-        self.prime = prime
-        self.has_others = has_others
-        """Whether there are arguments with another number of something than there are samples, such as of images."""
-        self.is_of_loss = is_of_loss
-        """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
-        self._known: dict[int, Known] = {}
-        self._alive: list[torch.Tensor] = []
-        self.place = ""
-        """What runs, in words."""
-        self.caller: CodeType | None = None
-        """What calls the model's own code while it runs, so that its line can be told."""
-
-    def put(self, tensor: torch.Tensor, known: Known) -> None:
-        self._known[id(tensor)] = known
-        self._alive.append(tensor)
-
-    def known(self, tensor: torch.Tensor) -> Known:
-        return self._known.get(id(tensor), NOTHING)
-
-    def counts_samples(self, size: int) -> bool:
-        return size > 0 and size % self.prime == 0
-
-    def dims(self, tensor: torch.Tensor) -> list[int]:
-        """Those that count samples, or samples and something else."""
-        return [dim for dim, size in enumerate(tensor.shape) if self.counts_samples(size)]
-
-    def is_learned_sum(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a sum over samples that weights have made, and not one for each of them."""
-        known = self.known(tensor)
-        return known.level >= SUMS and known.sums_learned and not self.dims(tensor)
-
-    def is_bent(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a scalar that is no linear function of such sums."""
-        return not tensor.ndim and self.known(tensor).is_bent
-
-    def mixed_in(self, output: torch.Tensor) -> str:
-        """What mixes samples in an output: in one with a row for each of them, or in a scalar behind weights."""
-        known = self.known(output)
-        is_mixed = self.dims(output) == [0] and known.level >= ROWS or not output.ndim and known.level == DEEP
-        return known.where if is_mixed else ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if outputs := flat_tensors(out):
-            inputs = flat_tensors(args, kwargs)
-            if not hasattr(func, "_schema"):
-                self.carry(inputs, outputs)
-            else:
-                self._note(_DependenceCall(self, func, args, kwargs, outputs))
-        return out
-
-    def _note(self, call: _DependenceCall) -> None:
-        is_reversed = call.name == "arange" and (call.values.get("step") or 1) < 0
-        if (call.name == "randperm" or is_reversed) and self.dims(call.output):
-            self.put(call.output, Known(is_shuffle=True))
-            return
-        mixes = False
-        with suppress(LookupError, TypeError, AttributeError):  # arguments of another kind
-            mixes = call.mixes()
-        found = Known(SUMS, f"{call.name} in {self._where()}") if mixes else NOTHING
-        self.carry(call.sources, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends())
-
-    def carry(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        found: Known = NOTHING,
-        *,
-        takes_integers: bool = False,
-        bends: bool = False,
-    ) -> None:
-        """Results are made of what the inputs are.
-
-        Args:
-            found: what an operator does.
-            takes_integers: whether its floats are made of integers' values.
-            bends: whether it is no linear function.
-        """
-        known = [(tensor, self.known(tensor)) for tensor in inputs]
-        has_weight = any(each.is_weight for _, each in known)
-        are_weights = bool(known) and all(each.is_weight for _, each in known)
-        are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
-        for tensor in outputs:
-            takes = takes_integers or not _is_float(tensor)
-            each = [own for one, own in known if own.level and (takes or _is_float(one))]
-            result = max([found, *each], key=lambda own: own.level)
-            if result.level and self.dims(tensor):
-                level = DEEP if has_weight and result.level >= ROWS else ROWS
-                result = replace(result, level=max(level, result.level))
-            is_learned = any(own.is_learned for _, own in known) or has_weight and not are_weights
-            result = replace(
-                result,
-                is_weight=are_weights,
-                is_shuffle=are_shuffles,
-                is_learned=is_learned,
-                sums_learned=any(own.sums_learned for _, own in known)
-                or found != NOTHING
-                and is_learned
-                and not self.dims(tensor),
-                is_bent=bends or any(own.is_bent for _, own in known),
-            )
-            if result != NOTHING or self.known(tensor) != NOTHING:
-                self.put(tensor, result)
-
-    def _where(self) -> str:
-        line = "unknown" if self.caller is None else model_location(self.caller)
-        return self.place if line == "unknown" else with_source(line)
-
-
-class _DependenceCall(OperatorArguments):
+class DependenceCall(OperatorArguments):
     """A call of an operator, and whether it mixes samples."""
 
-    def __init__(self, watch: DependenceWatch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, watch: Watch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         super().__init__(func, args, kwargs, outputs)
         self._watch = watch
         self.name = str(func._opname if func.namespace == "aten" else func).removesuffix("_")
@@ -217,9 +95,25 @@ class _DependenceCall(OperatorArguments):
             return self.inputs[:1]
         if self.name in _PUTTING:
             return [self.inputs[0], self.inputs[-1]]
+        if self.name in _BATCH_NORMS and self._takes_statistics():  # those that it keeps are for evaluation
+            return flat_tensors([self.values["input"], self.values["weight"], self.values["bias"]])
         if self._watch.is_of_loss and self.name in _SCALING:
-            return [each for each in self.inputs if each.ndim or self._watch.known(each).level != SUMS] or self.inputs
+            return [each for each in self.inputs if each.ndim or not self._watch.is_sum(each)] or self.inputs
         return self.inputs
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """What it writes in place."""
+        schema = self.func._schema.arguments
+        names = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
+        return flat_tensors([self.values[name] for name in names])
+
+    @property
+    def checks(self) -> bool:
+        """Whether it asks for what should not be there: numbers that are none, or infinite."""
+        other = self.values.get("other")
+        is_itself, is_infinite = other is self.first, isinstance(other, float) and math.isinf(other)
+        return self.name in ("isnan", "isinf") or self.name in ("eq", "ne") and (is_itself or is_infinite)
 
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):
@@ -231,7 +125,7 @@ class _DependenceCall(OperatorArguments):
 
     def bends(self) -> bool:
         """Whether its result is no linear function of sums over samples that weights have made."""
-        if self.name not in _BENT or not _is_float(self.output) or self._watch.dims(self.output):
+        if self.name not in _BENT or not is_float(self.output) or self._watch.dims(self.output):
             return False
         sums = [tensor for tensor in self.inputs if self._watch.is_learned_sum(tensor)]
         if self.name == "div" and len(self.inputs) > 1 and self._watch.is_learned_sum(self.inputs[1]):
@@ -240,7 +134,7 @@ class _DependenceCall(OperatorArguments):
 
     def _along(self) -> bool:
         """Whether it works along samples; what is sorted by integers goes with its group, as a router's tokens do."""
-        if self.name in ("sort", "argsort") and not _is_float(self.first):
+        if self.name in ("sort", "argsort") and not is_float(self.first):
             return False
         name = "dim" if "dim" in self.values else "dims"
         return not set(self.dims(name) if name in self.values else range(self.first.dim())).isdisjoint(self._samples())
@@ -285,8 +179,10 @@ class _DependenceCall(OperatorArguments):
 
     def _batch_norm(self) -> bool:
         """Whether it takes statistics over samples; those of a model's BatchNorm are known to be of microbatches."""
-        training = self.values.get("training", self.values.get("train"))
-        return bool(training) and any(self._watch.is_of_loss or dim > 1 for dim in self._samples())
+        return self._takes_statistics() and any(self._watch.is_of_loss or dim > 1 for dim in self._samples())
+
+    def _takes_statistics(self) -> bool:
+        return bool(self.values.get("training", self.values.get("train")))
 
     def _is_scaled_by_counts(self) -> bool:
         """Whether the gradient of each row is divided by how often a batch has it."""
@@ -308,7 +204,7 @@ class _DependenceCall(OperatorArguments):
     def _one(self) -> bool:
         """Whether it takes one sample of those that weights have changed."""
         (dim,) = self.dims()
-        is_learned = self._watch.known(self.first).is_learned
+        is_learned = self._watch.is_learned(self.first)
         return not self._watch.is_of_loss and is_learned and dim in self._samples()
 
     def _convolution(self) -> bool:
@@ -324,7 +220,7 @@ class _DependenceCall(OperatorArguments):
         return all(self._watch.counts_samples(tensor.shape[-2]) for tensor in self.inputs[:number])
 
     def _takes_shuffled(self) -> bool:
-        return any(self._watch.known(tensor).is_shuffle for tensor in self.inputs)
+        return any(map(self._watch.is_shuffle, self.inputs))
 
     def _puts(self) -> bool:
         """Whether places are filled one after the other, over all samples, with something that is not theirs."""
@@ -346,7 +242,7 @@ class _DependenceCall(OperatorArguments):
     def _take_their_number(self) -> bool:
         """Whether an operand is the number of samples, or that to some power."""
         plain = [*self.values.values()]
-        return any(map(self._is_their_number, plain)) and any(map(_is_float, self.outputs))
+        return any(map(self._is_their_number, plain)) and any(map(is_float, self.outputs))
 
     def _is_their_number(self, value: Any) -> bool:
         if type(value) not in (int, float) or not value or not math.isfinite(value):
@@ -356,26 +252,27 @@ class _DependenceCall(OperatorArguments):
         return any(self._watch.counts_samples(each) for each in whole)
 
 
-def _is_float(tensor: torch.Tensor) -> bool:
+def is_float(tensor: torch.Tensor) -> bool:
+    """Whether it has real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-_RULES: tuple[tuple[Iterable[str], Callable[[_DependenceCall], bool]], ...] = (
-    (_REDUCTIONS | _ALONG, _DependenceCall._along),
-    (_PRODUCTS, _DependenceCall._product),
-    (_PARTS, _DependenceCall._part),
-    (_NORMS, _DependenceCall._norm),
-    (("convolution",), _DependenceCall._convolution),
-    (_BATCH_NORMS, _DependenceCall._batch_norm),
-    (("embedding", "_embedding_bag"), _DependenceCall._is_scaled_by_counts),
-    (("constant_pad_nd",), _DependenceCall._pads),
-    (_POOLS, _DependenceCall._pools),
-    (_DECOMPOSITIONS, _DependenceCall._decomposes),
-    (("select",), _DependenceCall._one),
-    (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), _DependenceCall._distances),
-    (_TAKING, _DependenceCall._takes_shuffled),
-    (_PUTTING, _DependenceCall._puts),
-    (_VIEWING, _DependenceCall._halves),
-    (_SUMMING_BY_PLACE, _DependenceCall._sums_by_place),
-    (_COUNTING, _DependenceCall._counts),
+_RULES: tuple[tuple[Iterable[str], Callable[[DependenceCall], bool]], ...] = (
+    (_REDUCTIONS | _ALONG, DependenceCall._along),
+    (_PRODUCTS, DependenceCall._product),
+    (_PARTS, DependenceCall._part),
+    (_NORMS, DependenceCall._norm),
+    (("convolution",), DependenceCall._convolution),
+    (_BATCH_NORMS, DependenceCall._batch_norm),
+    (("embedding", "_embedding_bag"), DependenceCall._is_scaled_by_counts),
+    (("constant_pad_nd",), DependenceCall._pads),
+    (_POOLS, DependenceCall._pools),
+    (_DECOMPOSITIONS, DependenceCall._decomposes),
+    (("select",), DependenceCall._one),
+    (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), DependenceCall._distances),
+    (_TAKING, DependenceCall._takes_shuffled),
+    (_PUTTING, DependenceCall._puts),
+    (_VIEWING, DependenceCall._halves),
+    (_SUMMING_BY_PLACE, DependenceCall._sums_by_place),
+    (_COUNTING, DependenceCall._counts),
 )

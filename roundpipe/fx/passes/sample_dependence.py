@@ -16,9 +16,9 @@ that it is no chance.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
-from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
-from roundpipe.fx.passes.dependence_rules import PER_PRIME, ROWS, DependenceWatch, Known
+from roundpipe.fx.passes.dependence_rules import PER_PRIME
+from roundpipe.fx.passes.dependence_watch import ROWS, DependenceWatch, Known
+from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
@@ -50,6 +52,8 @@ class SampleDependence:
     """What mixes samples before they are in an output, in words; empty if nothing shows that any does."""
     bent: frozenset[Node] = frozenset()
     """Scalars that are no linear function of sums over samples which weights have made."""
+    blocks: Mapping[trees.Path, Blocks] = field(default_factory=dict)
+    """By place in the outputs, how the rows of a tensor's samples are ordered, where they are not side by side."""
 
 
 def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
@@ -66,7 +70,8 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
         found = _DependenceRun(traced, samples, primes[0]).found()
         if found != SampleDependence():
             again = _DependenceRun(traced, samples, primes[1]).found()
-            return SampleDependence(found.where if again.where == found.where else "", again.bent & found.bent)
+            blocks = {path: each for path, each in found.blocks.items() if again.blocks.get(path) == each}
+            return SampleDependence(found.where if again.where == found.where else "", again.bent & found.bent, blocks)
     return SampleDependence()
 
 
@@ -114,15 +119,20 @@ class _DependenceRun(GraphInterpreter):
         self._mode = static_mode()
         self._attributes = AttributeCopies(traced, self._fake)
         self._symbols = symbols_of_samples(self._samples)
+        self._buffers = {id(buffer): name for name, buffer in traced.model.named_buffers()}
 
     def found(self) -> SampleDependence:
         """What the outputs show."""
         self._run()
         outputs = [self.values[node] for node in self._traced.outputs]
         where = next((where for each in _tensors(outputs) if (where := self._watch.mixed_in(each))), "")
+        where = where or self._watch.decision
         scalars = ((node, value) for node, value in self.values.items() if value_of(node) is not None)
         bent = (node for node, value in scalars for each in _tensors([value]) if self._watch.is_bent(each))
-        return SampleDependence(where, frozenset(bent))
+        leaves = {path: leaf.name for path, leaf in trees.walk(self._traced.output) if isinstance(leaf, OutputValue)}
+        named = {node.name: value for node, value in self.values.items() if isinstance(value, torch.Tensor)}
+        blocks = {path: self._watch.blocks(named[name]) for path, name in leaves.items() if name in named}
+        return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each})
 
     def mixing(self, scalars: Iterable[Node]) -> Mixing | None:
         """What losses show."""
@@ -182,6 +192,8 @@ class _DependenceRun(GraphInterpreter):
         fake = fake_of(self._mode, tensor, _CPU)
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
             self._watch.put(fake, Known(is_weight=True))
+        elif (name := self._buffers.get(id(tensor))) is not None:
+            self._watch.put_buffer(fake, name)
         return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -193,8 +205,16 @@ class _DependenceRun(GraphInterpreter):
             self._watch.place = f"{node.target}, a {type(module).__name__}"
             self._watch.caller = _call.__code__
             with python_restored(modules_in(twin)):
+                before = dict(twin.named_buffers())
                 self._made[key] = _call(twin, args, kwargs)
+                self._note_replaced(str(node.target), twin, before)
         return self._made[key]
+
+    def _note_replaced(self, target: str, twin: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+        """Other tensors in place of buffers."""
+        for name, buffer in twin.named_buffers() if before else ():
+            if buffer is not before.get(name):
+                self._watch.note_written(f"{target}.{name}", buffer)
 
     def _key(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):

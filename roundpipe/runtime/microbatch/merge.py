@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -152,16 +153,23 @@ ScalarWeights = Mapping[Path, Sequence[float] | float]
 for this, and they add up."""
 
 
+OutputBlocks = Mapping[Path, Sequence[int]]
+"""By place in the output, rows per sample of each block of a tensor that has rows of all samples several times over."""
+_NO_BLOCKS: OutputBlocks = MappingProxyType({})
+
+
 def merge(
     outputs: list[Any],
     config: ResolvedConfig,
     events: Sequence[Event | None] | None = None,
     scalars: ScalarWeights | None = None,
+    blocks: OutputBlocks = _NO_BLOCKS,
 ) -> Any:
     """One output from those of all microbatches, by the config's ``merge_output``.
 
-    Events, the end of the transfer of each microbatch's output, are waited for, or packed with the values. A
-    `MicrobatchError` if outputs differ where they must agree, or don't have the spec's structure.
+    What has ``blocks`` is put together block by block. Events, the end of the transfer of each microbatch's output,
+    are waited for, or packed with the values. A `MicrobatchError` if outputs differ where they must agree, or don't
+    have the spec's structure.
     """
     rule = config.merge_output
     if rule is False:
@@ -169,14 +177,20 @@ def merge(
     wait_for(events or ())
     if rule is True or rule is None:
         is_merged = len(outputs) == 1 and not scalars
-        return outputs[0] if is_merged else merge_value(outputs, None, (), scalars)
+        return outputs[0] if is_merged else merge_value(outputs, None, (), scalars, blocks)
     if is_function(rule):
         with RaisedIn("code on the host, phase merge_output"):
             return rule(outputs)
     return merge_value(outputs, rule, ())
 
 
-def merge_value(values: list[Any], spec: Any, path: Path, scalars: ScalarWeights | None = None) -> Any:
+def merge_value(
+    values: list[Any],
+    spec: Any,
+    path: Path,
+    scalars: ScalarWeights | None = None,
+    blocks: OutputBlocks = _NO_BLOCKS,
+) -> Any:
     """The value of the whole batch from those of the microbatches."""
     first, where = values[0], _output_name(path)
     if is_spec_of(spec, "_CustomReducer"):
@@ -189,6 +203,8 @@ def merge_value(values: list[Any], spec: Any, path: Path, scalars: ScalarWeights
         check_leaf_spec(spec, where, _RULES)
         if scalars and path in scalars and spec is None:
             return _combined(values, scalars[path])
+        if path in blocks and spec is None:
+            values = _by_blocks(values, blocks[path])
         return _merge_tensors(values, spec, where)
     if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
@@ -202,10 +218,17 @@ def merge_value(values: list[Any], spec: Any, path: Path, scalars: ScalarWeights
         return first
     specs = spec_children(spec, below, where)
     merged = [
-        merge_value(column, child_spec, (*path, access), scalars)
+        merge_value(column, child_spec, (*path, access), scalars, blocks)
         for (access, column), child_spec in zip(below, specs, strict=True)
     ]
     return trees.with_children(first, merged)
+
+
+def _by_blocks(values: list[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+    """The pieces of all microbatches' first blocks, of their second blocks, and so on."""
+    sizes = [[len(value) // sum(rows) * each for each in rows] for value in values]
+    pieces = [value.split(each) for value, each in zip(values, sizes, strict=True)]
+    return [piece for block in zip(*pieces, strict=True) for piece in block]
 
 
 def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:

@@ -1,0 +1,239 @@
+"""Follows through operators which tensors are made of several samples; see `sample_dependence`.
+
+What each operator does is in `dependence_rules`, and in `sample_blocks` in which order it leaves samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+
+from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.fx.locations import model_location, with_source
+from roundpipe.fx.passes.assumed_sizes import with_assumed_size
+from roundpipe.fx.passes.dependence_rules import PER_PRIME, DependenceCall, is_float
+from roundpipe.fx.passes.sample_blocks import Blocks, blocks_made
+from roundpipe.fx.sizes import flat_tensors
+
+SUMS, ROWS, DEEP = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a tensor."""
+
+    level: int = 0
+    """`SUMS`: it is made of several samples; `ROWS`: so is what it has for each; `DEEP`: and went through weights."""
+    where: str = ""
+    """What mixed them."""
+    of_floats: bool = False
+    """Whether they were no integers."""
+    is_weight: bool = False
+    is_shuffle: bool = False
+    """Whether it is another order of samples, a random one or from the last."""
+    is_learned: bool = False
+    """Whether weights have made it of something else."""
+    sums_learned: bool = False
+    """Whether it has sums over samples of what weights have made, and not of their places, say."""
+    is_bent: bool = False
+    """Whether it is no linear function of sums over samples that weights have made."""
+    blocks: Blocks = ()
+    """How the rows of its samples are ordered, if not side by side."""
+    states: frozenset[str] = frozenset()
+    """Buffers of the model's of whose values it is made."""
+
+
+NOTHING = Known()
+
+
+class DependenceWatch(TorchDispatchMode):
+    """Follows through operators what is made of several samples."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, prime: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
+        super().__init__()
+        self.prime = prime
+        self.has_others = has_others
+        """Whether there are arguments with another number of something than there are samples, such as of images."""
+        self.is_of_loss = is_of_loss
+        """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
+        self._known: dict[int, Known] = {}
+        self._alive: list[torch.Tensor] = []
+        self.place = ""
+        """What runs, in words."""
+        self.caller: CodeType | None = None
+        """What calls the model's own code while it runs, so that its line can be told."""
+        self.decision = ""
+        """What mixes samples before Python asks for a number that comes of it."""
+        self._buffer_at: dict[int, str] = {}
+        """Names of the model's buffers, by their memory."""
+        self._written: set[str] = set()
+        """Buffers that what samples make is written into."""
+
+    def put(self, tensor: torch.Tensor, known: Known) -> None:
+        self._known[id(tensor)] = known
+        self._alive.append(tensor)
+
+    def put_buffer(self, tensor: torch.Tensor, name: str) -> None:
+        """Follow what becomes of a buffer."""
+        self.put(tensor, Known(states=frozenset({name})))
+        self._buffer_at[tensor.untyped_storage()._cdata] = name
+
+    def note_written(self, name: str, value: torch.Tensor) -> None:
+        """A buffer gets a value."""
+        if self.known(value).level or self.dims(value):
+            self._written.add(name)
+
+    def known(self, tensor: torch.Tensor) -> Known:
+        return self._known.get(id(tensor), NOTHING)
+
+    def counts_samples(self, size: int) -> bool:
+        return size > 0 and size % self.prime == 0
+
+    def dims(self, tensor: torch.Tensor) -> list[int]:
+        """Those that count samples, or samples and something else."""
+        return [dim for dim, size in enumerate(tensor.shape) if self.counts_samples(size)]
+
+    def is_sum(self, tensor: torch.Tensor) -> bool:
+        """Whether it is made of several samples, and has nothing for each of them."""
+        return self.known(tensor).level == SUMS
+
+    def is_learned(self, tensor: torch.Tensor) -> bool:
+        """Whether weights have made it of something else."""
+        return self.known(tensor).is_learned
+
+    def is_shuffle(self, tensor: torch.Tensor) -> bool:
+        """Whether it is another order of samples."""
+        return self.known(tensor).is_shuffle
+
+    def is_learned_sum(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a sum over samples that weights have made, and not one for each of them."""
+        known = self.known(tensor)
+        return known.level >= SUMS and known.sums_learned and not self.dims(tensor)
+
+    def is_bent(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a scalar that is no linear function of such sums."""
+        return not tensor.ndim and self.known(tensor).is_bent
+
+    def mixed_in(self, output: torch.Tensor) -> str:
+        """What mixes samples in an output: in one with a row for each of them, or in a scalar behind weights."""
+        known, dims = self.known(output), self.dims(output)
+        if 0 in dims and known.level >= ROWS or not output.ndim and known.level == DEEP:
+            return known.where
+        if (dims or not output.ndim) and (states := sorted(known.states & self._written)):
+            return f"{states[0]}, a buffer that the forward reads, is changed there by what the samples make"
+        return ""
+
+    def blocks(self, output: torch.Tensor) -> Blocks:
+        """How the rows of an output are ordered along its first dimension."""
+        blocks = self.known(output).blocks
+        return blocks if self.dims(output) == [0] and self._fits(output.shape[0], blocks) else ()
+
+    def _fits(self, size: int, blocks: Blocks) -> bool:
+        return bool(blocks) and size > 0 and size % (PER_PRIME * self.prime * sum(blocks)) == 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._note_decision(args[0])
+        out = with_assumed_size(func, args, self.counts_samples)
+        if out is None:
+            out = func(*args, **kwargs)
+        if outputs := flat_tensors(out):
+            inputs = flat_tensors(args, kwargs)
+            if not hasattr(func, "_schema"):
+                self.carry(inputs, outputs)
+            else:
+                self._note(DependenceCall(self, func, args, kwargs, outputs))
+        return out
+
+    def _note_decision(self, tensor: torch.Tensor) -> None:
+        """Python asks for a number made of several samples. How many there are of something each piece may ask for."""
+        known = self.known(tensor)
+        if known.level and known.of_floats:
+            self.decision = self.decision or f"{known.where}, on which a decision depends"
+
+    def _note(self, call: DependenceCall) -> None:
+        is_reversed = call.name == "arange" and (call.values.get("step") or 1) < 0
+        if (call.name == "randperm" or is_reversed) and self.dims(call.output):
+            self.put(call.output, Known(is_shuffle=True))
+            return
+        mixes = False
+        blocks: Blocks = ()
+        with suppress(LookupError, TypeError, AttributeError, ValueError):  # arguments of another kind
+            mixes = call.mixes()
+            blocks = blocks_made(call, PER_PRIME * self.prime, lambda tensor: self.known(tensor).blocks)
+        of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
+        found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING
+        if self._buffer_at and call.func._schema.is_mutable:
+            self._note_writes(call)
+        self.carry(
+            call.sources, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends(), blocks=blocks
+        )
+        if call.checks and (known := self.known(call.output)).of_floats:
+            self.put(call.output, replace(known, of_floats=False))
+
+    def _note_writes(self, call: DependenceCall) -> None:
+        for tensor in call.written:
+            if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
+                for value in call.inputs:
+                    if value is not tensor:
+                        self.note_written(name, value)
+
+    def carry(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        found: Known = NOTHING,
+        *,
+        takes_integers: bool = False,
+        bends: bool = False,
+        blocks: Blocks = (),
+    ) -> None:
+        """Results are made of what the inputs are.
+
+        Args:
+            found: what an operator does.
+            takes_integers: whether its floats are made of integers' values.
+            bends: whether it is no linear function.
+            blocks: how it orders the rows of samples.
+        """
+        known = [(tensor, self.known(tensor)) for tensor in inputs]
+        has_weight = any(each.is_weight for _, each in known)
+        are_weights = bool(known) and all(each.is_weight for _, each in known)
+        are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
+        states = frozenset().union(*(each.states for _, each in known))
+        ordered = [blocks, *(each.blocks for _, each in known if each.blocks)]
+        for tensor in outputs:
+            takes = takes_integers or not is_float(tensor)
+            each = [own for one, own in known if own.level and (takes or is_float(one))]
+            result = max([found, *each], key=lambda own: own.level)
+            if result.level and self.dims(tensor):
+                level = DEEP if has_weight and result.level >= ROWS else ROWS
+                result = replace(result, level=max(level, result.level))
+            is_learned = any(own.is_learned for _, own in known) or has_weight and not are_weights
+            result = replace(
+                result,
+                is_weight=are_weights,
+                is_shuffle=are_shuffles,
+                is_learned=is_learned,
+                sums_learned=any(own.sums_learned for _, own in known)
+                or found != NOTHING
+                and is_learned
+                and not self.dims(tensor),
+                is_bent=bends or any(own.is_bent for _, own in known),
+                states=states,
+                blocks=next((each for each in ordered if any(self._fits(size, each) for size in tensor.shape)), ()),
+            )
+            if result != NOTHING or self.known(tensor) != NOTHING:
+                self.put(tensor, result)
+
+    def _where(self) -> str:
+        line = "unknown" if self.caller is None else model_location(self.caller)
+        return self.place if line == "unknown" else with_source(line)
