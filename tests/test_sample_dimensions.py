@@ -154,6 +154,30 @@ def test_a_batch_whose_first_dimension_is_time_stays_in_one_piece(kind, transpos
     assert len(told) == (not transposes)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_state_that_is_given_beside_it_does_not_hide_the_time(kind):
+    """It has as many layers as a microbatch would have steps."""
+    torch.manual_seed(0)
+
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.recurrent, self.head = nn.Embedding(9, 6), kind(6, 6, 2), nn.Linear(6, 9)
+
+        def forward(self, tokens, state):
+            made, state = self.recurrent(self.table(tokens), state)
+            return self.head(made), state
+
+    model, tokens = Language(), torch.randint(9, (6, 4))
+    state = torch.zeros(2, 4, 6)
+    state = (state, state) if kind is nn.LSTM else state
+    expected, _ = model(tokens, state)
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
+        with pytest.warns(UserWarning, match="takes dimension 0 of the batch as time|mixes the samples of a batch"):
+            found, _ = piped(tokens, state)
+    torch.testing.assert_close(found, expected)
+
+
 def test_explain_says_where_the_samples_are():
     found = roundpipe.explain(Tagger(nn.GRU, transposes=False), (torch.randint(11, (12, 4)),))
     assert "body, a GRU with batch_first=False, takes dimension 0 as time: a batch runs as one microbatch" in str(found)

@@ -35,7 +35,7 @@ from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.microbatch.merge import merge
+from roundpipe.runtime.microbatch.merge import OutputBlocks, merge
 from roundpipe.runtime.microbatch.split import Split, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
@@ -48,7 +48,7 @@ from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
-from roundpipe.wrappers.tails import TailSource
+from roundpipe.wrappers.tails import TailSource, samples_of
 from roundpipe.wrappers.term_counts import count_loss, count_outputs, weighed_outputs
 from roundpipe.wrappers.variants import JointChain, JointChains
 
@@ -101,7 +101,7 @@ class ChainRunner(Runner):
         self.session.optimizer.raise_pending()
         chain = calls[0].chain
         self._batch_warnings.look(outputs, config, scalars.keys() - chain.mixing.keys(), chain.odd_outputs)
-        return merge(outputs, config, scalars=scalars, blocks=chain.output_blocks)
+        return merge(outputs, config, scalars=scalars, blocks=_blocks_of(calls))
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
@@ -161,7 +161,9 @@ class ChainRunner(Runner):
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
-            merged = self._merged(outputs, config, calls) if training.return_outputs else None
+            merged = None
+            if training.return_outputs:
+                merged = merge(outputs, config, scalars=weighed_outputs(calls), blocks=_blocks_of(calls))
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
@@ -170,10 +172,6 @@ class ChainRunner(Runner):
             self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
-
-    @staticmethod
-    def _merged(outputs: list[Any], config: ResolvedConfig, calls: Sequence[Call]) -> Any:
-        return merge(outputs, config, scalars=weighed_outputs(calls), blocks=calls[0].chain.output_blocks)
 
     def _run_round(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
         """One round of a call, with its backward if there is one."""
@@ -351,6 +349,12 @@ def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost]
         tail = call.tail if tiles.tail > 1 else None
         loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
         return measure_memory(chain, args, kwargs, loss, device, tiles)
+
+
+def _blocks_of(calls: Sequence[Call]) -> OutputBlocks:
+    """How the outputs are put together that consist of several blocks."""
+    samples = [number for call in calls for number in samples_of(call)]
+    return OutputBlocks(calls[0].chain.output_blocks if samples else {}, samples)
 
 
 def _add_tiles(call: Call) -> None:

@@ -223,7 +223,7 @@ class TailSource:
         """What numbers tell of a loss that is a mean."""
         if not call.weighs_terms:
             return None
-        arguments, sizes = [(each.outputs, each.label) for each in examples], _sizes(call)
+        arguments, sizes = [(each.outputs, each.label) for each in examples], samples_of(call)
         with _tracing_modes(), microbatch_count(call.total_microbatches):
             function: Any = call.loss_fn
             trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
@@ -274,7 +274,7 @@ def _by_chain(call: Call) -> Iterable[Call]:
 
 def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mixing | None:
     """How a loss mixes samples, which are along the first dimension of what has as many as the first argument."""
-    if not (sizes := _sizes(call)):
+    if not (sizes := samples_of(call)):
         return None
     places = trees.walk({OUTPUTS: examples[0].outputs, LABEL: examples[0].label})
     tensors = {path: leaf for path, leaf in places if isinstance(leaf, torch.Tensor) and leaf.ndim}
@@ -283,7 +283,7 @@ def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mix
     return mixing_of_losses(traced, samples, call.chain.mixing, sizes)
 
 
-def _sizes(call: Call) -> list[int]:
+def samples_of(call: Call) -> list[int]:
     """Samples of each microbatch; none if they aren't along the first dimension."""
     firsts = [batched_leaf((args, kwargs)) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
     sizes = [first.shape[0] for first in firsts if isinstance(first, torch.Tensor)]

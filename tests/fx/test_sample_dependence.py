@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.table = nn.Embedding(NUMBER, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.softmax = nn.Softmax(dim=0)
         self.run = run
 
@@ -100,6 +101,21 @@ def scaled_if_large(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.last(made / largest if largest > 1 else made)
 
 
+def summed_into_first(model: Any, x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros_like(x) + x
+    made[0] = x.sum(0)
+    return model.core(made)
+
+
+def in_turn(model: Any, samples: Any) -> torch.Tensor:
+    """Carries something from each sample to the next."""
+    state, made = torch.zeros(WIDTH), []
+    for sample in samples:
+        state = torch.tanh(model.second(sample) + state)
+        made.append(state)
+    return torch.stack(made)
+
+
 MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "flip": lambda model, x: model.core(0.7 * x + 0.3 * x.flip(0)),
     "roll": lambda model, x: model.core(x + x.roll(1, 0)),
@@ -125,6 +141,15 @@ MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "capacity": over_capacity,
     "scaled loss": lambda model, x: model.core(x - x.mean(0)).square().mean(),
     "layer norm": lambda model, x: model.core(F.layer_norm(x.T, (len(x),)).T),
+    "neighbours by distance": lambda model, x: model.core(x + x[torch.cdist(x, x).topk(3, largest=False)[1]].mean(1)),
+    "spectrum": lambda model, x: model.core(torch.fft.fft(x, dim=0).real),
+    "groups": lambda model, x: model.core((x.view(2, -1, WIDTH) - x.view(2, -1, WIDTH).mean(0)).flatten(0, 1)),
+    "other rows": lambda model, x: model.core(x.T.reshape(-1, WIDTH)),
+    "one hot place": lambda model, x: model.core(x + torch.eye(len(x), WIDTH)),
+    "written into one": summed_into_first,
+    "a sequence": lambda model, x: model.core(model.recurrent(x[None])[0][0]),
+    "a loop": lambda model, x: model.last(in_turn(model, x)),
+    "a loop over rows": lambda model, x: model.last(in_turn(model, list(model.first(x)))),
 }
 APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "nothing": lambda model, x: model.core(x),
@@ -234,6 +259,12 @@ def counted(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.norm(x) / model.calls
 
 
+def of_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A step of a power iteration, as in a spectral norm."""
+    model.centre = F.normalize(model.centre + model.first.weight.detach().sum(0), dim=0)
+    return model.norm(x) / (model.first.weight @ model.centre).norm()
+
+
 def in_a_leaf(run: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
     others = (nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)) for _ in range(7))
     return nn.Sequential(Keeping(run), *others)
@@ -241,9 +272,9 @@ def in_a_leaf(run: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
 
 @pytest.mark.parametrize("make", [Keeping, in_a_leaf])
 def test_buffers_that_a_batch_reads_and_changes_are_found(make: Callable[[Any], nn.Module]) -> None:
-    for run in (moved, moved_in_place):
-        assert "centre, a buffer that the forward reads" in where(make(run))
-    for run in (only_kept, counted):
+    for run, name in ((moved, "centre"), (moved_in_place, "centre"), (counted, "calls")):
+        assert f"{name}, which the forward reads, changes with each batch" in where(make(run))
+    for run in (only_kept, of_weights):
         assert where(make(run)) == ""
 
 
@@ -259,6 +290,10 @@ BLOCKS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], tuple[int, ...]]] = 
     ),
     "side by side": (lambda model, x: model.core(x.repeat_interleave(3, 0)), ()),
     "pairs": (lambda model, x: model.core(torch.stack([x, x + 1], 1).flatten(0, 1)), ()),
+    "time first": (
+        lambda model, x: model.core(x[:, None].repeat(1, 5, 1).transpose(0, 1).reshape(-1, WIDTH)),
+        (1,) * 5,
+    ),
     "apart again": (lambda model, x: torch.add(*model.core(torch.cat([x, x + 1])).chunk(2)), ()),
     "two features": (lambda model, x: torch.cat([model.core(x), model.core(x + 1)], 1), ()),
 }

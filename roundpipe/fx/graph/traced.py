@@ -73,6 +73,8 @@ class TracedGraph:
     """Targets of get_attr that are not attributes of the model, such as ``_constant_0``."""
     input_paths: dict[str, trees.Path] = field(default_factory=dict)
     """Placeholder name -> path into ``(args, kwargs)`` normalised to the forward's signature."""
+    uncut: frozenset[str] = frozenset()
+    """Placeholders of tensors that every microbatch has whole, where the example is known to be one of several."""
     output: Any = None
     """The model's output with an `OutputValue` in place of every tensor and symbolic number."""
     example_elements: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -25,7 +26,8 @@ _REDUCTIONS = frozenset(
     "linalg_vector_norm median nanmedian mode kthvalue aminmax count_nonzero".split()
 )
 _ALONG = frozenset(
-    "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort flip roll diff".split()
+    "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort flip roll diff "
+    "_fft_r2c _fft_c2c _fft_c2r".split()
 )
 _PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm linear mv addmv dot vdot".split())
 _PARTS = frozenset("slice split split_with_sizes".split())
@@ -38,7 +40,7 @@ _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
 _SUMMING_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce".split())
 _SCALING = frozenset("add sub rsub mul div where".split())
-_COUNTING = frozenset("arange linspace".split())
+_COUNTING = frozenset("arange linspace eye".split())
 _POOLS = frozenset(
     f"{kind}_pool{n}d{rest}" for kind in ("avg", "max") for n in (1, 2, 3) for rest in ("", "_with_indices")
 )
@@ -76,6 +78,8 @@ class Watch(Protocol):
 
     def is_shuffle(self, tensor: torch.Tensor) -> bool: ...
 
+    def compares(self, tensor: torch.Tensor) -> bool: ...
+
 
 class DependenceCall(OperatorArguments):
     """A call of an operator, and whether it mixes samples."""
@@ -107,6 +111,21 @@ class DependenceCall(OperatorArguments):
         schema = self.func._schema.arguments
         names = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
         return flat_tensors([self.values[name] for name in names])
+
+    @property
+    def samples_taken(self) -> list[int | None]:
+        """Which one sample each of its results is of."""
+        number = len(self.outputs)
+        if self.name in ("select", "slice", "unbind", "split", "split_with_sizes"):
+            (dim,) = self.dims()
+            if dim in self._samples():
+                if self.name == "select":
+                    return [self.values["index"]]
+                if self.name == "unbind":
+                    return list(range(number))
+                if all(tensor.shape[dim] == 1 for tensor in self.outputs):
+                    return [self.values["start"] or 0] if self.name == "slice" else list(range(number))
+        return [None] * number
 
     @property
     def checks(self) -> bool:
@@ -165,8 +184,21 @@ class DependenceCall(OperatorArguments):
     def _halves(self) -> bool:
         """Whether it lays one half of the samples, or a quarter, beside another."""
         number, pairs = PER_PRIME * self._watch.prime, itertools.pairwise(self.output.shape)
+        if not self._watch.is_of_loss:
+            return self._scrambles()
         is_cut = any(1 < a < PER_PRIME * 2 and a * b == number for a, b in pairs)
-        return self._watch.is_of_loss and is_cut and number in self.first.shape
+        return is_cut and number in self.first.shape
+
+    def _scrambles(self) -> bool:
+        """Whether it cuts the samples into groups, or lays their elements into other rows."""
+        number = PER_PRIME * self._watch.prime
+        ends = [*itertools.accumulate(self.output.shape, operator.mul)]
+        whole = [(end // size, end) for end, size in zip(ends, self.output.shape, strict=True) if size]
+        for dim, size in enumerate(self.first.shape):
+            start = math.prod(self.first.shape[:dim])
+            if size == number and not any(start % a == 0 and b % (start * size) == 0 for a, b in whole):
+                return True
+        return False
 
     def _sums_by_place(self) -> bool:
         """Whether it adds up samples at places that are not theirs."""
@@ -220,13 +252,18 @@ class DependenceCall(OperatorArguments):
         return all(self._watch.counts_samples(tensor.shape[-2]) for tensor in self.inputs[:number])
 
     def _takes_shuffled(self) -> bool:
-        return any(map(self._watch.is_shuffle, self.inputs))
+        """Whether it takes samples in another order, or those that a comparison with others has found."""
+        return any(map(self._watch.is_shuffle, self.inputs)) or any(map(self._watch.compares, self.inputs[1:]))
 
     def _puts(self) -> bool:
         """Whether places are filled one after the other, over all samples, with something that is not theirs."""
         places, values = self.inputs[1], self.inputs[-1]
         is_filled = self._watch.has_others and places.dtype is torch.bool and values.dim() > 0 and values.shape[0] > 1
         return self._takes_shuffled() or is_filled and bool(self._watch.dims(places)) and not self._watch.dims(values)
+
+    def _takes_as_time(self) -> bool:
+        """Whether samples are the steps of a sequence."""
+        return 0 in self._samples()
 
     def _counts(self) -> bool:
         """Whether it makes the samples' places, of nothing else."""
@@ -274,5 +311,6 @@ _RULES: tuple[tuple[Iterable[str], Callable[[DependenceCall], bool]], ...] = (
     (_PUTTING, DependenceCall._puts),
     (_VIEWING, DependenceCall._halves),
     (_SUMMING_BY_PLACE, DependenceCall._sums_by_place),
+    (("mkldnn_rnn_layer",), DependenceCall._takes_as_time),
     (_COUNTING, DependenceCall._counts),
 )

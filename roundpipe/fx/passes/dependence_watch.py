@@ -44,6 +44,8 @@ class Known:
     """Whether it is no linear function of sums over samples that weights have made."""
     blocks: Blocks = ()
     """How the rows of its samples are ordered, if not side by side."""
+    sample: int | None = None
+    """The only sample that it is made of."""
     states: frozenset[str] = frozenset()
     """Buffers of the model's of whose values it is made."""
 
@@ -85,9 +87,11 @@ class DependenceWatch(TorchDispatchMode):
         self.put(tensor, Known(states=frozenset({name})))
         self._buffer_at[tensor.untyped_storage()._cdata] = name
 
-    def note_written(self, name: str, value: torch.Tensor) -> None:
-        """A buffer gets a value."""
-        if self.known(value).level or self.dims(value):
+    def note_written(self, name: str, values: Sequence[torch.Tensor]) -> None:
+        """A buffer gets a value made of these; weights alone make the same for each microbatch, or nearly so."""
+        known = list(map(self.known, values))
+        of_samples = any(each.level or self.dims(value) for each, value in zip(known, values, strict=True))
+        if of_samples or not any(each.is_weight or each.is_learned for each in known):
             self._written.add(name)
 
     def known(self, tensor: torch.Tensor) -> Known:
@@ -112,6 +116,11 @@ class DependenceWatch(TorchDispatchMode):
         """Whether it is another order of samples."""
         return self.known(tensor).is_shuffle
 
+    def compares(self, tensor: torch.Tensor) -> bool:
+        """Whether it is made of a comparison of samples."""
+        known = self.known(tensor)
+        return known.level >= SUMS and known.of_floats
+
     def is_learned_sum(self, tensor: torch.Tensor) -> bool:
         """Whether it is a sum over samples that weights have made, and not one for each of them."""
         known = self.known(tensor)
@@ -127,7 +136,7 @@ class DependenceWatch(TorchDispatchMode):
         if 0 in dims and known.level >= ROWS or not output.ndim and known.level == DEEP:
             return known.where
         if (dims or not output.ndim) and (states := sorted(known.states & self._written)):
-            return f"{states[0]}, a buffer that the forward reads, is changed there by what the samples make"
+            return f"the buffer {states[0]}, which the forward reads, changes with each batch"
         return ""
 
     def blocks(self, output: torch.Tensor) -> Blocks:
@@ -169,22 +178,28 @@ class DependenceWatch(TorchDispatchMode):
         with suppress(LookupError, TypeError, AttributeError, ValueError):  # arguments of another kind
             mixes = call.mixes()
             blocks = blocks_made(call, PER_PRIME * self.prime, lambda tensor: self.known(tensor).blocks)
+        if call.name not in ("cat", "stack") and not mixes:
+            mixes = len({self.known(tensor).sample for tensor in call.sources} - {None}) > 1
         of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
         found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING
-        if self._buffer_at and call.func._schema.is_mutable:
-            self._note_writes(call)
         self.carry(
             call.sources, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends(), blocks=blocks
         )
+        if call.func._schema.is_mutable:
+            self._note_writes(call)
+        with suppress(LookupError, TypeError, AttributeError, ValueError):
+            for tensor, sample in zip(call.outputs, call.samples_taken, strict=True):
+                if sample is not None:
+                    self.put(tensor, replace(self.known(tensor), sample=sample))
         if call.checks and (known := self.known(call.output)).of_floats:
             self.put(call.output, replace(known, of_floats=False))
 
     def _note_writes(self, call: DependenceCall) -> None:
         for tensor in call.written:
+            if (base := tensor._base) is not None and base is not tensor:
+                self.carry([base, *call.inputs], [base], takes_integers=True)
             if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
-                for value in call.inputs:
-                    if value is not tensor:
-                        self.note_written(name, value)
+                self.note_written(name, [value for value in call.inputs if value is not tensor])
 
     def carry(
         self,
@@ -208,6 +223,7 @@ class DependenceWatch(TorchDispatchMode):
         has_weight = any(each.is_weight for _, each in known)
         are_weights = bool(known) and all(each.is_weight for _, each in known)
         are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
+        samples = {each.sample for _, each in known} - {None}
         states = frozenset().union(*(each.states for _, each in known))
         ordered = [blocks, *(each.blocks for _, each in known if each.blocks)]
         for tensor in outputs:
@@ -229,6 +245,7 @@ class DependenceWatch(TorchDispatchMode):
                 and not self.dims(tensor),
                 is_bent=bends or any(own.is_bent for _, own in known),
                 states=states,
+                sample=next(iter(samples)) if len(samples) == 1 else None,
                 blocks=next((each for each in ordered if any(self._fits(size, each) for size in tensor.shape)), ()),
             )
             if result != NOTHING or self.known(tensor) != NOTHING:

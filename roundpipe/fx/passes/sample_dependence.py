@@ -126,6 +126,10 @@ class _DependenceRun(GraphInterpreter):
         self._run()
         outputs = [self.values[node] for node in self._traced.outputs]
         where = next((where for each in _tensors(outputs) if (where := self._watch.mixed_in(each))), "")
+        if not where and not self._symbols:  # a graph for this number of samples, such as of a loop over them
+            where = next(
+                (where for each in _tensors(outputs) if each.ndim and (where := self._watch.known(each).where)), ""
+            )
         where = where or self._watch.decision
         scalars = ((node, value) for node, value in self.values.items() if value_of(node) is not None)
         bent = (node for node, value in scalars for each in _tensors([value]) if self._watch.is_bent(each))
@@ -214,7 +218,7 @@ class _DependenceRun(GraphInterpreter):
         """Other tensors in place of buffers."""
         for name, buffer in twin.named_buffers() if before else ():
             if buffer is not before.get(name):
-                self._watch.note_written(f"{target}.{name}", buffer)
+                self._watch.note_written(f"{target}.{name}", [buffer])
 
     def _key(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):

@@ -54,8 +54,12 @@ def _words(grows: list[int]) -> str:
 
 
 def arguments_of_samples(traced: TracedGraph) -> dict[Node, torch.Tensor]:
-    """The first argument that has a dimension 0, where its samples are, and all arguments that are as long."""
-    tensors = {node: value for node in traced.placeholders if isinstance(value := value_of(node), torch.Tensor)}
+    """The first argument that has a dimension 0, where its samples are, and all arguments that are as long.
+
+    Those that microbatches are known to have whole are none of them.
+    """
+    placeholders = (node for node in traced.placeholders if node.name not in traced.uncut)
+    tensors = {node: value for node in placeholders if isinstance(value := value_of(node), torch.Tensor)}
     lengths = {node: hint(value.shape[0]) for node, value in tensors.items() if value.ndim}
     return {node: tensors[node] for node, length in lengths.items() if length == next(iter(lengths.values()))}
 

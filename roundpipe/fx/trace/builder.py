@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import sympy
@@ -74,6 +74,16 @@ class GraphBuilder:
             item = self.world.inputs[len(self.traced.input_paths) - 1]
             self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
             self.bind(leaf, node)
+        self.traced.uncut = self._uncut()
+
+    def _uncut(self) -> frozenset[str]:
+        """Inputs that are as long in the batch of which the example is a piece, if others are not."""
+        batch, piece = self.world.batch, self.world.real_arguments
+        paths = self.traced.input_paths if batch is not None else {}
+        lengths = {name: (_length_at(batch, path), _length_at(piece, path)) for name, path in paths.items()}
+        known = {name: whole == own for name, (whole, own) in lengths.items() if whole and own}
+        uncut = frozenset(name for name, is_whole in known.items() if is_whole)
+        return uncut if len(uncut) < len(known) else frozenset()
 
     def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         advance()
@@ -293,6 +303,14 @@ def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from flat_tensors(cell.cell_contents)
         except ValueError:  # an empty cell
             continue
+
+
+def _length_at(arguments: Any, path: trees.Path) -> int | None:
+    """How long a tensor is along its first dimension; None if it has none, or there is no tensor."""
+    with suppress(LookupError, AttributeError, TypeError):
+        value = trees.get(arguments, path)
+        return len(value) if isinstance(value, torch.Tensor) and value.ndim else None
+    return None
 
 
 def _input_name(path: trees.Path) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -153,9 +153,26 @@ ScalarWeights = Mapping[Path, Sequence[float] | float]
 for this, and they add up."""
 
 
-OutputBlocks = Mapping[Path, Sequence[int]]
-"""By place in the output, rows per sample of each block of a tensor that has rows of all samples several times over."""
-_NO_BLOCKS: OutputBlocks = MappingProxyType({})
+@dataclass(frozen=True, slots=True)
+class OutputBlocks:
+    """Tensors among the outputs that have rows of all samples several times over, and so consist of blocks."""
+
+    rows: Mapping[Path, Sequence[int]]
+    """By place in the output, rows per sample of each block. If all have as many, there may be more or fewer blocks."""
+    samples: Sequence[int]
+    """Of each microbatch."""
+
+    def reordered(self, values: list[torch.Tensor], path: Path) -> list[torch.Tensor]:
+        """The pieces of all microbatches' first blocks, of their second blocks, and so on."""
+        if (rows := self.rows.get(path)) is None:
+            return values
+        alike = len(set(rows)) == 1
+        sizes = [rows[0] * number if alike else [each * number for each in rows] for number in self.samples]
+        pieces = [value.split(each) for value, each in zip(values, sizes, strict=True)]
+        return [piece for block in zip(*pieces, strict=True) for piece in block]
+
+
+_NO_BLOCKS = OutputBlocks({}, ())
 
 
 def merge(
@@ -203,9 +220,7 @@ def merge_value(
         check_leaf_spec(spec, where, _RULES)
         if scalars and path in scalars and spec is None:
             return _combined(values, scalars[path])
-        if path in blocks and spec is None:
-            values = _by_blocks(values, blocks[path])
-        return _merge_tensors(values, spec, where)
+        return _merge_tensors(values if spec is not None else blocks.reordered(values, path), spec, where)
     if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
     below = _children_of_all(values, path)
@@ -222,13 +237,6 @@ def merge_value(
         for (access, column), child_spec in zip(below, specs, strict=True)
     ]
     return trees.with_children(first, merged)
-
-
-def _by_blocks(values: list[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
-    """The pieces of all microbatches' first blocks, of their second blocks, and so on."""
-    sizes = [[len(value) // sum(rows) * each for each in rows] for value in values]
-    pieces = [value.split(each) for value, each in zip(values, sizes, strict=True)]
-    return [piece for block in zip(*pieces, strict=True) for piece in block]
 
 
 def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
