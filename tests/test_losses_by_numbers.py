@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from roundpipe import RoundPipeRunConfig
 from roundpipe.core import trees
-from roundpipe.fx.passes.loss_numbers import MOST_ELEMENTS, makes_up_batch
-from roundpipe.fx.trace.loss import trace_loss
+from roundpipe.fx.passes.loss_numbers import MOST_ELEMENTS, calls_make_up_batch, makes_up_batch
+from roundpipe.fx.trace.loss import call_loss, trace_loss
 from tests.test_mixed_samples import calls
 
 TOLD = "compare samples|function of means|do not make up|not in proportion|gives sums"
@@ -80,9 +80,32 @@ def adaptive(x, label):
     return F.huber_loss(x, label["mask"], delta=float(label["reward"].std()))
 
 
+def larger_for_python(x, label):
+    return max(mse(x, label), 1.1 * F.l1_loss(x, label["mask"]))
+
+
+def scaled_by_python(x, label):
+    return mse(x, label) * float(x.std())
+
+
+def correlation(x, label):
+    return -torch.corrcoef(torch.stack([x.flatten(), label["mask"].flatten()]))[0, 1]
+
+
+def hard_ones(x, label):
+    losses = F.cross_entropy(x, label["class"], reduction="none")
+    return losses[losses > losses.mean()].mean()
+
+
+def easy_half(x, label):
+    losses = F.cross_entropy(x, label["class"], reduction="none")
+    return losses.sort()[0][: len(losses) // 2].mean()
+
+
 NO_MEANS = [
     *(flooded, free_bits, larger, switched, moments, geometric, distance, flat_norm, spectrum, soft_maximum),
     *(normalised, first_sample, reversed_labels, frequencies, adaptive),
+    *(larger_for_python, scaled_by_python, correlation, hard_ones, easy_half),
 ]
 
 
@@ -107,7 +130,19 @@ def focal(x, label):
     return (-((1 - chosen.exp()) ** 2) * chosen).mean()
 
 
-MEANS = [of_norms, of_spectra, bounded, of_clamped, focal]
+def checked(x, label):
+    if x.isnan().any():
+        raise ValueError("no numbers")
+    return mse(x, label)
+
+
+def of_each(x, label):
+    losses = F.cross_entropy(x, label["class"], reduction="none")
+    assert len(losses) == len(x)
+    return losses.mean()
+
+
+MEANS = [of_norms, of_spectra, bounded, of_clamped, focal, checked, of_each]
 
 
 @pytest.mark.parametrize("loss_fn", NO_MEANS)
@@ -156,6 +191,23 @@ def test_what_can_not_be_tried_is_not_told_of():
     assert tried(lambda x, y: (x - y).norm() if x.sum() > 0 else x.sum(), example(2), example(3)) is None
     whole = [tuple(trees.map_tensors(one, lambda tensor: tensor.to(torch.int64)) for one in example(n)) for n in (2, 3)]
     assert tried(lambda x, y: (x - y).double().norm(), *whole) is None
+
+
+def test_a_function_without_a_graph_is_called_and_leaves_what_it_holds_as_it_is():
+    norm, calls_seen = torch.nn.BatchNorm1d(3), []
+
+    def loss_fn(x, y):
+        calls_seen.append(len(x))
+        loss = (norm(x) - y).norm()
+        return loss if loss > 0 else loss * 2
+
+    program = lambda numbers: [call_loss(loss_fn, *numbers)]  # noqa: E731
+    before = torch.get_rng_state()
+    assert calls_make_up_batch(program, [example(4), example(5)], [4, 5]) is False
+    assert norm.num_batches_tracked == 0 and norm.running_mean.eq(0).all() and not calls_seen
+    noisy = lambda numbers: [call_loss(lambda x, y: (x - y + torch.rand(3)).norm(), *numbers)]  # noqa: E731
+    assert calls_make_up_batch(noisy, [example(4), example(5)], [4, 5]) is None
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_trial_leaves_what_the_function_holds_as_it_is():

@@ -343,12 +343,14 @@ class FakeWorld:
         self._num_inputs += 1
         from torch._dynamo.source import ConstantSource  # takes seconds, which torch takes when operators run on fakes
 
-        fake = self.mode.from_tensor(
+        on_meta = self.mode.from_tensor(
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"),  # also where the leaf was made for inference
             source=ConstantSource(f"input_{self._num_inputs}"),
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * leaf.dim()),
         )
-        fake.fake_device = torch.device("cpu")
+        with in_kernel_invocation_manager(self.mode):
+            meta = on_meta.detach()
+        fake = FakeTensor(self.mode, meta, torch.device("cpu"))  # those on meta are dispatched otherwise
         if leaf.requires_grad:
             fake.requires_grad_()
         sizes = tuple(expression_of(size) for size in fake.shape)

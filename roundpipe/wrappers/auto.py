@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost, note_cut
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
@@ -44,8 +44,8 @@ class PartsProgram(Program):
     splits_inside: bool = True
     """Whether a ``forward`` is split into microbatches part by part, around which the model's own code sees whole
     batches. False runs all of the model microbatch by microbatch."""
-    leaves_activation: bool = False
-    """Whether the forward leaves an activation in an attribute, where code behind a call may take it."""
+    cause: TraceCause | None = None
+    """Why it is not cut into layers, if a trace was tried."""
 
     def start(self, session: Session) -> HostRunner:
         return HostRunner(session, self, session.config)
@@ -90,8 +90,8 @@ class HostRunner(Runner):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig, splits_inside: bool
     ) -> Any:
         config = self._begin(options)
-        if self.parts.leaves_activation and config.requires_grad and not splits_inside:
-            config = self._batch_warnings.with_whole_attributes(config)
+        if not splits_inside:
+            config = self._batch_warnings.whole_if_needed(config, self.parts.cause)
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
@@ -120,6 +120,7 @@ class HostRunner(Runner):
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
+        config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
         pieces = split(args, kwargs, training.label, config, self._shared)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []

@@ -14,12 +14,22 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import OnlyWholeError, said, shortened
+from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
 from roundpipe.core.layers import LayerChain
 from roundpipe.runtime.config import ResolvedConfig
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
+
+
+_CHANGES = "its forward changes what it computes with, and does so for each microbatch"
+_WHY_WHOLE: dict[TraceCause | None, str] = {
+    TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
+    TraceCause.BUFFER_CREATED: _CHANGES,
+    TraceCause.PARAMETER_REPLACED: _CHANGES,
+    TraceCause.STATE: _CHANGES,
+    TraceCause.WEIGHT_WRITTEN: _CHANGES,
+}
 
 
 class BatchWarnings:
@@ -69,17 +79,35 @@ class BatchWarnings:
             )
         return replace(config, num_microbatch=1, auto=frozenset())
 
-    def with_whole_attributes(self, config: ResolvedConfig) -> ResolvedConfig:
-        """The config for a call of a model that leaves activations in attributes, which cuts nothing by default."""
-        if config.num_microbatch == 1 and not config.auto:
+    def whole_if_needed(
+        self, config: ResolvedConfig, cause: TraceCause | None, *, has_loss: bool = False
+    ) -> ResolvedConfig:
+        """The config for a call of a model that runs in parts, which by default cuts no batch whose pieces differ.
+
+        Args:
+            cause: why the model can't be traced.
+            has_loss: whether each microbatch has its loss, so that what it leaves in attributes is not for others.
+        """
+        is_whole = config.num_microbatch == 1 and not config.auto
+        if is_whole or cause is TraceCause.ACTIVATION_LEFT and (has_loss or not config.requires_grad):
             return config
         given = not self.may_choose(config)
-        is_cut = "has that of the last microbatch alone; with num_microbatch=1 it has that of the batch"
-        text = is_cut if given else "has that of the batch, which is not cut in such calls; num_microbatch cuts it"
-        self._warn_of_mixing(
-            f"its forward leaves an activation in an attribute. Behind a call without a loss_fn the attribute {text}. "
-            "forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own"
-        )
+        if cause is TraceCause.ACTIVATION_LEFT:
+            is_cut = "has that of the last microbatch alone; with num_microbatch=1 it has that of the batch"
+            text = is_cut if given else "has that of the batch, which is not cut in such calls; num_microbatch cuts it"
+            self._warn_of_mixing(
+                f"its forward leaves an activation in an attribute. Behind a call without a loss_fn the attribute "
+                f"{text}. forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own"
+            )
+        elif why := _WHY_WHOLE.get(cause):
+            if given:
+                text = ", so that outputs, losses and gradients may differ from those of the batch; with "
+                text += "num_microbatch=1 they don't"
+            else:
+                text = ". So the batch is not cut but runs as one microbatch; num_microbatch cuts it"
+            self._warn_of_mixing(f"{why}{text}")
+        else:
+            return config
         return config if given else replace(config, num_microbatch=1, auto=frozenset())
 
     def may_choose(self, config: ResolvedConfig) -> bool:

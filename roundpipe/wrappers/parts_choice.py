@@ -47,8 +47,8 @@ class PartsChoice:
     reaction: Reaction = "warn"
     host_modules: set[nn.Module] = field(init=False, default_factory=set)
     """Modules whose own forward must run on the CPU, once, and those that hold them."""
-    leaves_activation: bool = field(init=False, default=False)
-    """Whether it can't be traced because it leaves an activation in an attribute."""
+    cause: TraceCause | None = field(init=False, default=None)
+    """Why it can't be traced."""
 
     def __post_init__(self) -> None:
         thresholds = self.lower_threshold, self.upper_threshold
@@ -57,7 +57,7 @@ class PartsChoice:
     def on_failure(self, error: TraceError) -> None:
         """React to an error of the tracer; returns if the model runs in parts from now on."""
         kind = type(self.model).__name__
-        self.leaves_activation = error.cause is TraceCause.ACTIVATION_LEFT
+        self.cause = error.cause
         if self.reaction == "refuse":
             raise error
         if self.reaction == "not implemented":
@@ -106,9 +106,7 @@ class PartsChoice:
             parts, left = {self.model: RoundPipeRunConfig()}, []
         else:
             parts, left = walk.parts, list(walk.left)
-        return PartsProgram(
-            self.model, parts, tuple(left), self.splits_inside, leaves_activation=self.leaves_activation
-        )
+        return PartsProgram(self.model, parts, tuple(left), self.splits_inside, cause=self.cause)
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:

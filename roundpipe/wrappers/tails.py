@@ -20,7 +20,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.core.errors import ConfigError, TraceCause, TraceError
 from roundpipe.core.layers import Carry, LayerChain, Mixing, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.trees import Access
@@ -31,10 +31,10 @@ from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
 from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixing_of_losses, numbers_differ
-from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
-from roundpipe.fx.trace.loss import change_of, is_same, trace_loss
+from roundpipe.fx.trace.loss import call_loss, change_of, is_same, trace_loss
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
@@ -187,7 +187,8 @@ class TailSource:
                 self._refuse(code, str(error), mixing or self._numbers(call, examples))
                 return None
             except TraceError as error:
-                self._refuse(code, str(error).partition(". ")[0])
+                may_call = error.cause in (TraceCause.ACTIVATION_DATA, TraceCause.FORWARD_RAISES)
+                self._refuse(code, str(error).partition(". ")[0], self._called(call, examples) if may_call else None)
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
@@ -228,6 +229,15 @@ class TailSource:
             function: Any = call.loss_fn
             trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
             return "differs" if numbers_differ(trace, arguments, sizes) else None
+
+    def _called(self, call: Call, examples: Sequence[Example]) -> Mixing | None:
+        """What numbers tell of such a loss that can't be traced, since it decides by them, say."""
+        if not call.weighs_terms or (function := call.loss_fn) is None:
+            return None
+        arguments = [(each.outputs, each.label) for each in examples]
+        program: Any = lambda numbers: [call_loss(function, *numbers, model=self._model)]  # noqa: E731
+        with microbatch_count(call.total_microbatches):
+            return "differs" if calls_make_up_batch(program, arguments, samples_of(call)) is False else None
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing

@@ -124,3 +124,12 @@ def test_grouped_products_run_on_fakes_in_all_types_that_data_may_have(dtype: to
     assert is_fake(out) and out.dtype is dtype and out.shape == (16, 16)
     assert x.grad is not None and x.grad.dtype is dtype and weights.grad is not None
     assert weights.grad.shape == weights.shape
+
+
+def test_losses_of_each_sample_have_its_shape() -> None:
+    """Torch dispatches fakes on meta otherwise, where its Python for this one returns a mean."""
+    scores, classes = torch.randn(5, 3), torch.randint(3, (5,))
+    world = FakeWorld(Tied(), ((scores, classes), {}))
+    with world.entered():
+        losses = torch.nn.functional.cross_entropy(*world.arguments[0], reduction="none")
+    assert losses.shape == (world.arguments[0][0].shape[0],)

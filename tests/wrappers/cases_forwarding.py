@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from tests.equality import eager_forward_backward
 
 DEVICES = ["cpu", "cpu"]
@@ -72,7 +72,7 @@ def assert_trains_like(pipe: Any, reference: nn.Module, steps: int = 2) -> None:
     theirs = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9)
     for _ in range(steps):
         x = inputs()
-        loss = pipe.forward_backward((x,), loss_fn=squared)
+        loss = pipe.forward_backward((x,), loss_fn=squared, run_config=RoundPipeRunConfig(num_microbatch=3))
         expected = eager_forward_backward(
             reference, {"x": x} if isinstance(reference, Model) else {"input": x}, squared, num_microbatches=3
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import RoundPipe, wrap_model_to_roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.wrappers.auto import HostRunner
 from roundpipe.wrappers.parts import Part
 from tests.equality import assert_same_gradients, assert_same_state, eager_forward_backward
@@ -71,6 +71,10 @@ class Nested(nn.Module):
         return self.head(self.activation(hidden))
 
 
+THREE = RoundPipeRunConfig(num_microbatch=3)
+"""By default, models that decide by an activation run a batch in one piece."""
+
+
 def squared(output: torch.Tensor, label: Any) -> torch.Tensor:
     return (output**2).sum()
 
@@ -96,7 +100,7 @@ def train_like_eager(model: nn.Module, wrap: Callable[[nn.Module], RoundPipe], s
             batch = inputs()
 
             def run(batch: dict[str, torch.Tensor] = batch) -> torch.Tensor:
-                return pipe.forward_backward(input_kwargs=batch, loss_fn=squared)
+                return pipe.forward_backward(input_kwargs=batch, loss_fn=squared, run_config=THREE)
 
             loss = quiet(run) if step == 0 else run()
             expected = eager_forward_backward(reference, batch, squared, num_microbatches=3)

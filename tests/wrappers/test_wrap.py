@@ -15,6 +15,7 @@ from tests.equality import assert_same_gradients, eager_forward_backward
 from tests.repeats import repeats
 from tests.wrappers.cases_wrap import (
     DEVICES,
+    THREE,
     TOLERANCE,
     Branching,
     Nested,
@@ -45,7 +46,7 @@ def test_the_fallback_of_compile_splits_the_model_not_its_modules() -> None:
         pipe = roundpipe.compile(model, example_args=(inputs()["x"],), devices=DEVICES)
     with pipe, torch.no_grad():
         batch = inputs()
-        found = pipe(**batch)
+        found = pipe(**batch, roundpipe_run_config=THREE)
         expected = torch.cat([reference(one) for one in batch["x"].tensor_split(3)])
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert model.num_calls == 3

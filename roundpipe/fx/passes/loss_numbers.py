@@ -1,5 +1,5 @@
-"""Whether the losses of microbatches make up that of the batch, by numbers: a function's graph is run on two of a
-call's microbatches, and on both as one.
+"""Whether the losses of microbatches make up that of the batch, by numbers: a function's graph, or the function itself
+if it has none, is run on two of a call's microbatches, and on both as one.
 
 Labels are the call's own; the model's outputs, which there are none of yet, are drawn. So whatever a function does to a
 batch as a whole shows, if it makes a difference: a norm or a sort over all samples, or the choice of the first of them.
@@ -31,6 +31,10 @@ Arguments = tuple[Any, Any]
 """Outputs without data, and the label."""
 
 
+Program = Callable[[Arguments], Sequence[float]]
+"""Gives the losses of a `LossCall` for outputs and labels with data."""
+
+
 def makes_up_batch(
     trace: Callable[[Arguments], TracedGraph],
     scalars_of: Callable[[TracedGraph], Sequence[Node]],
@@ -47,6 +51,25 @@ def makes_up_batch(
 
     Returns None if that can't be tried: a graph doesn't run, or something is neither split nor shared.
     """
+
+    def program_for(arguments: Arguments) -> Program:
+        graph = trace(arguments)
+        if any(draws_random(node) or has_effect(node) for node in graph.graph.nodes):
+            raise ValueError("it does more than compute")
+        scalars = scalars_of(graph)
+        return lambda numbers: [*_NumberRun(graph, numbers).losses(scalars)]
+
+    return _tried(program_for, examples, sizes)
+
+
+def calls_make_up_batch(program: Program, examples: Sequence[Arguments], sizes: Sequence[int]) -> bool | None:
+    """The same of a loss that has no graph: ``program`` calls it."""
+    return _tried(lambda _: program, examples, sizes)
+
+
+def _tried(
+    program_for: Callable[[Arguments], Program], examples: Sequence[Arguments], sizes: Sequence[int]
+) -> bool | None:
     if len(sizes) < 2:
         return None
     (first, second), sizes = examples[:2], sizes[:2]
@@ -55,15 +78,12 @@ def makes_up_batch(
     with suppress(Exception), code_at_other_sizes(), torch.no_grad():
         _check(first, second)
         batches = [first, second, _joined([first, second], sizes)]
-        graphs = [trace(arguments) for arguments in batches]
-        scalars = [scalars_of(graph) for graph in graphs]
-        if any(draws_random(node) or has_effect(node) for graph in graphs for node in graph.graph.nodes):
-            return None
+        programs = [program_for(arguments) for arguments in batches]
         for draw in _DRAWS:
             with suppress(Exception):  # the numbers may be none that it takes
                 pieces = [_with_numbers(arguments, draw, generator) for arguments in batches[:2]]
-                runs = zip(graphs, [*pieces, _joined(pieces, sizes)], scalars, strict=True)
-                losses = [_NumberRun(graph, arguments).losses(nodes) for graph, arguments, nodes in runs]
+                runs = zip(programs, [*pieces, _joined(pieces, sizes)], strict=True)
+                losses = [program(arguments) for program, arguments in runs]
                 answers += [_makes_up(each, total, sizes) for *each, total in zip(*losses, strict=True)]
     return all(answers) if answers else None
 

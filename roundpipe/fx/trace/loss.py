@@ -92,6 +92,29 @@ def trace_loss(
     return traced
 
 
+def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Module | None = None) -> float:
+    """What a loss function that can't be traced gives for data; what it changes is taken back.
+
+    Raises:
+        TraceError: it draws random numbers, or gives no scalar.
+    """
+    call = LossCall(function, model)
+    before = [(buffer, buffer.clone()) for buffer in call.buffers()]
+    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
+    with python_restored(modules_in(call), function), _trained_as_before(parameters), torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        try:
+            loss = call(outputs, label)
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)
+        if not torch.equal(state, torch.get_rng_state()):
+            raise TraceError("it draws random numbers", TraceCause.RANDOM)
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise TraceError("it gives no scalar")
+    return float(loss)
+
+
 @contextmanager
 def _trained_as_before(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Parameters are trained afterwards as they were before, also if a function ended that froze some for a while."""

@@ -1,0 +1,85 @@
+"""Models that run in parts and see a batch as a whole: by default their batches are not cut."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from tests.runtime.models import assert_same, gradients
+
+WIDTH, NUMBER = 6, 9
+
+
+class Parts(nn.Module):
+    """Layers, behind which a test's own code runs."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.calls = 0
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def ends_early(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = torch.tanh(layer(x))
+        if x.abs().mean() < 0.45:
+            return x
+    return 2 * x
+
+
+def follows_slowly(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.teacher.weight.mul_(0.9).add_(model.layers[0].weight, alpha=0.1)
+    return model.layers[1](model.layers[0](x)) - model.teacher(x)
+
+
+def counts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return model.layers[0](x) / model.calls
+
+
+@pytest.mark.parametrize("run", [ends_early, follows_slowly, counts])
+def test_by_default_numbers_are_those_of_the_whole_batch(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Parts(run).double()
+    reference = copy.deepcopy(model)
+    x, label = torch.randn(NUMBER, WIDTH, dtype=torch.float64), torch.randint(WIDTH, (NUMBER,))
+    expected = F.cross_entropy(reference(x), label)
+    expected.backward()
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
+        with pytest.warns(UserWarning, match="So the batch is not cut but runs as one microbatch"):
+            loss = piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+        piped.synchronize()
+        torch.testing.assert_close(loss, expected.detach())
+        assert_same(gradients(model), gradients(reference))
+        torch.testing.assert_close(piped(x), reference(x))
+        assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
+        torch.testing.assert_close(model.teacher.weight, reference.teacher.weight)
+
+
+def test_a_number_that_is_given_stays_and_what_differs_is_said() -> None:
+    torch.manual_seed(0)
+    model = Parts(counts).double()
+    x = torch.randn(NUMBER, WIDTH, dtype=torch.float64)
+    config = RoundPipeRunConfig(num_microbatch=3)
+    with roundpipe.compile(model, devices=["cpu", "cpu"], model_run_config=config) as piped, torch.no_grad():
+        with pytest.warns(UserWarning, match="may differ from those of the batch; with num_microbatch=1 they don't"):
+            piped(x)
+        assert model.calls == 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # said once
+            piped(x)
