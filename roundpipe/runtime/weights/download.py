@@ -78,7 +78,9 @@ def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor, together: Tog
 def write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
     """Give a buffer of the user's model another value, in place if that is possible and needed."""
     old = attribute.get()
-    if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
+    if old is None or value is None:
         attribute.set(value)
+    elif old.shape != value.shape or old.dtype != value.dtype:
+        old.data = value.to(old.device)  # generated layers and the model have the same tensor
     elif not (is_plain(old) and torch.equal(old, value)):  # a write would end the backward of another forward
         old.copy_(value)
