@@ -70,6 +70,21 @@ def test_outputs_that_pieces_do_not_make_up_are_named(name, why, way):
             call(RoundPipeRunConfig(3, merge_output=lambda outputs: outputs[0]))
 
 
+def test_a_list_with_one_output_for_each_sample_is_warned_of():
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return [scores[scores.argsort()] for scores in self.head(x)]
+
+    with roundpipe.compile(Detector(), devices=["cpu", "cpu"]) as piped:
+        with pytest.warns(UserWarning, match=r"output\[0\] is of one sample alone.*num_microbatch=1"):
+            piped(torch.randn(6, 4))
+        assert len(piped(torch.randn(6, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))) == 6
+
+
 def test_outputs_with_rows_are_not_warned_of():
     model = OddOutputs("rows", "flat", "made", "twice").to(DTYPE)
     with roundpipe.compile(model, devices=DEVICES) as piped, warnings.catch_warnings():

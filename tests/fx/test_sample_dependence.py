@@ -151,6 +151,13 @@ MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "a loop": lambda model, x: model.last(in_turn(model, x)),
     "a loop over rows": lambda model, x: model.last(in_turn(model, list(model.first(x)))),
 }
+def written_in_turn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    made = x.new_zeros(len(x), 3)
+    for index in range(len(x)):
+        made[index] = model.core(x[index])
+    return made
+
+
 APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "nothing": lambda model, x: model.core(x),
     "a loss": lambda model, x: model.core(x).square().mean(),
@@ -158,6 +165,7 @@ APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "a scaled loss": lambda model, x: model.core(x).square().mean() * model.scale.exp(),
     "two in one batch": lambda model, x: torch.mul(*model.core(torch.cat([x, x + 1])).chunk(2)),
     "one after the other": lambda model, x: torch.stack([model.core(sample) for sample in x]),
+    "written in turn": written_in_turn,
     "one out of each": lambda model, x: model.core(x)[torch.arange(len(x)), x.argmax(-1) % 3],
     "a mark in each": marked,
     "filled from its own": lambda model, x: model.core(model.first(x).masked_scatter(x > 0, model.second(x))),

@@ -93,6 +93,7 @@ def lower(
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
         chain.own_losses, chain.mixing, chain.mixes_samples = losses, mixing, dependence.where
-        chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced), dependence.blocks
+        single = dict.fromkeys(dependence.single, "is of one sample alone")
+        chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
         chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

@@ -54,6 +54,8 @@ class SampleDependence:
     """Scalars that are no linear function of sums over samples which weights have made."""
     blocks: Mapping[trees.Path, Blocks] = field(default_factory=dict)
     """By place in the outputs, how the rows of a tensor's samples are ordered, where they are not side by side."""
+    single: frozenset[trees.Path] = frozenset()
+    """Places of outputs that are made of one sample alone, as where a list has one for each."""
 
 
 def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
@@ -71,7 +73,8 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
         if found != SampleDependence():
             again = _DependenceRun(traced, samples, primes[1]).found()
             blocks = {path: each for path, each in found.blocks.items() if again.blocks.get(path) == each}
-            return SampleDependence(found.where if again.where == found.where else "", again.bent & found.bent, blocks)
+            where = found.where if again.where == found.where else ""
+            return SampleDependence(where, again.bent & found.bent, blocks, again.single & found.single)
     return SampleDependence()
 
 
@@ -136,7 +139,8 @@ class _DependenceRun(GraphInterpreter):
         leaves = {path: leaf.name for path, leaf in trees.walk(self._traced.output) if isinstance(leaf, OutputValue)}
         named = {node.name: value for node, value in self.values.items() if isinstance(value, torch.Tensor)}
         blocks = {path: self._watch.blocks(named[name]) for path, name in leaves.items() if name in named}
-        return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each})
+        single = frozenset(path for path in blocks if self._watch.known(named[leaves[path]]).sample is not None)
+        return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each}, single)
 
     def mixing(self, scalars: Iterable[Node]) -> Mixing | None:
         """What losses show."""
