@@ -145,12 +145,15 @@ MIXED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "spectrum": lambda model, x: model.core(torch.fft.fft(x, dim=0).real),
     "groups": lambda model, x: model.core((x.view(2, -1, WIDTH) - x.view(2, -1, WIDTH).mean(0)).flatten(0, 1)),
     "other rows": lambda model, x: model.core(x.T.reshape(-1, WIDTH)),
+    "differences in turn": lambda model, x: model.last(torch.diff(h := model.first(x), dim=0, prepend=h[:1])),
     "one hot place": lambda model, x: model.core(x + torch.eye(len(x), WIDTH)),
     "written into one": summed_into_first,
     "a sequence": lambda model, x: model.core(model.recurrent(x[None])[0][0]),
     "a loop": lambda model, x: model.last(in_turn(model, x)),
     "a loop over rows": lambda model, x: model.last(in_turn(model, list(model.first(x)))),
 }
+
+
 def written_in_turn(model: Any, x: torch.Tensor) -> torch.Tensor:
     made = x.new_zeros(len(x), 3)
     for index in range(len(x)):

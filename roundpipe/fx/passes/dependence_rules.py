@@ -97,6 +97,8 @@ class DependenceCall(OperatorArguments):
         """What its result is made of; other inputs are places."""
         if self.name in _TAKING:
             return self.inputs[:1]
+        if self.name == "copy" and len(self.inputs) > 1:
+            return self.inputs[1:]
         if self.name in _PUTTING:
             return [self.inputs[0], self.inputs[-1]]
         if self.name in _BATCH_NORMS and self._takes_statistics():  # those that it keeps are for evaluation
@@ -177,8 +179,6 @@ class DependenceCall(OperatorArguments):
             return False  # groups, which microbatches may have as a whole
         (dim,) = self.dims()
         parts = {tensor.shape[dim] for tensor in self.outputs}
-        if parts == {1}:
-            return self._one()
         return dim in self._samples() and any(1 < part < PER_PRIME * self._watch.prime for part in parts)
 
     def _halves(self) -> bool:
@@ -232,12 +232,6 @@ class DependenceCall(OperatorArguments):
     def _decomposes(self) -> bool:
         """Whether samples are rows or columns of a matrix that is taken apart."""
         return any(dim >= self.first.dim() - 2 for dim in self._samples())
-
-    def _one(self) -> bool:
-        """Whether it takes one sample of those that weights have changed."""
-        (dim,) = self.dims()
-        is_learned = self._watch.is_learned(self.first)
-        return not self._watch.is_of_loss and is_learned and dim in self._samples()
 
     def _convolution(self) -> bool:
         """Whether it slides over samples."""
@@ -305,7 +299,6 @@ _RULES: tuple[tuple[Iterable[str], Callable[[DependenceCall], bool]], ...] = (
     (("constant_pad_nd",), DependenceCall._pads),
     (_POOLS, DependenceCall._pools),
     (_DECOMPOSITIONS, DependenceCall._decomposes),
-    (("select",), DependenceCall._one),
     (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), DependenceCall._distances),
     (_TAKING, DependenceCall._takes_shuffled),
     (_PUTTING, DependenceCall._puts),

@@ -178,8 +178,7 @@ class DependenceWatch(TorchDispatchMode):
         with suppress(LookupError, TypeError, AttributeError, ValueError):  # arguments of another kind
             mixes = call.mixes()
             blocks = blocks_made(call, PER_PRIME * self.prime, lambda tensor: self.known(tensor).blocks)
-        if call.name not in ("cat", "stack") and not mixes:
-            mixes = len({self.known(tensor).sample for tensor in call.sources} - {None}) > 1
+        mixes = mixes or self._meet(call.sources, joins=call.name in ("cat", "stack"))
         of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
         found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING
         self.carry(
@@ -194,10 +193,26 @@ class DependenceWatch(TorchDispatchMode):
         if call.checks and (known := self.known(call.output)).of_floats:
             self.put(call.output, replace(known, of_floats=False))
 
+    def _meet(self, tensors: Sequence[torch.Tensor], *, joins: bool) -> bool:
+        """Whether some are made of one sample each and of different ones; or of one, and others have all.
+
+        Where an operator ``joins`` them, different ones stay apart, and one beside all moves these to other places.
+        """
+        known = {id(tensor): self.known(tensor) for tensor in tensors}
+        single = [each for each in known.values() if each.sample is not None]
+        if self.is_of_loss or not single:
+            return False
+        has_others = any(known[id(tensor)].sample is None and self.dims(tensor) for tensor in tensors)
+        if len({each.sample for each in single}) > 1 and not joins:
+            return True
+        return has_others and any(each.is_learned for each in single)
+
     def _note_writes(self, call: DependenceCall) -> None:
         for tensor in call.written:
             if (base := tensor._base) is not None and base is not tensor:
-                self.carry([base, *call.inputs], [base], takes_integers=True)
+                sample = self.known(base).sample  # others are beside the one that is written
+                self.carry([base, *call.sources], [base], takes_integers=True)
+                self.put(base, replace(self.known(base), sample=sample))
             if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
                 self.note_written(name, [value for value in call.inputs if value is not tensor])
 
