@@ -343,33 +343,3 @@ def test_scores_of_each_sample_with_each_are_those_of_the_batch() -> None:
     with roundpipe.compile(model, devices=DEVICES) as piped, pytest.warns(UserWarning, match="mixes the samples"):
         loss = piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
     torch.testing.assert_close(loss, expected.detach())
-
-
-class Observer(nn.Module):
-    """Has a buffer that gets its size in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 3)
-        self.register_buffer("largest", torch.empty(0, dtype=DTYPE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.layer(x)
-        found = made.detach().abs().amax(0)
-        if not self.largest.numel():
-            self.largest.resize_(found.shape).copy_(found)
-        else:
-            self.largest.copy_(torch.maximum(self.largest, found))
-        return made / (self.largest + 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*mixes the samples")
-def test_a_buffer_that_the_forward_resizes_keeps_what_it_gets() -> None:
-    torch.manual_seed(0)
-    model = Observer().to(DTYPE)
-    reference = copy.deepcopy(model)
-    with roundpipe.compile(model, devices=DEVICES) as piped:
-        for scale in (1, 2, 3):
-            x = scale * batch()[0]
-            assert torch.equal(piped(x), reference(x))
-            assert torch.equal(model.largest, reference.largest)

@@ -128,6 +128,7 @@ def filled_cells(function: Any) -> Iterator[types.CellType]:
 GRADIENT_ATTRIBUTES = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 """Attributes of a tensor that tell whether gradients are recorded."""
 _ASKING = GRADIENT_ATTRIBUTES | {"is_grad_enabled"}
+_RESIZING = frozenset({"resize_", "resize_as_", "fused_moving_avg_obs_fake_quant"})
 _CHANGING = frozenset("append extend update pop popleft setdefault add insert clear remove popitem".split())
 OPERATORS = frozenset("__call__ __next__ __iter__ __getitem__ __len__ __enter__ __exit__ __float__ __int__".split())
 """Methods that code calls without naming them."""
@@ -322,6 +323,19 @@ def _asks(function: Any) -> bool:
         return False
     code = function.__code__
     return not _ASKING.isdisjoint({*CodeUses.of([code]).reads, *names_in(code)})
+
+
+@_once_for_each
+def changes_sizes(kind: type) -> bool:
+    """Whether code of a class, torch's own and that in closures as well, gives a tensor another size in place."""
+    for owner in kind.__mro__:
+        methods = [each for each in vars(owner).values() if isinstance(each, types.FunctionType)]
+        cells = (cell for method in methods for cell in method.__closure__ or () if owner is not nn.Module)
+        inner = (stored_attribute(cell, "cell_contents", None) for cell in cells)
+        functions = [*methods, *(each for each in inner if isinstance(each, types.FunctionType))]
+        if any(not _RESIZING.isdisjoint(names_in(each.__code__)) for each in functions):
+            return True
+    return False
 
 
 def uses_of_hook(hook: Any) -> CodeUses:

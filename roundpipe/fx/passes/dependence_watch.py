@@ -75,23 +75,28 @@ class DependenceWatch(TorchDispatchMode):
         """What mixes samples before Python asks for a number that comes of it."""
         self._buffer_at: dict[int, str] = {}
         """Names of the model's buffers, by their memory."""
+        self._torchs: set[str] = set()
+        """Those in modules of torch's own."""
         self._written: set[str] = set()
-        """Buffers that what samples make is written into."""
+        """Those that a forward changes in another way for each microbatch than once for the batch."""
 
     def put(self, tensor: torch.Tensor, known: Known) -> None:
         self._known[id(tensor)] = known
         self._alive.append(tensor)
 
-    def put_buffer(self, tensor: torch.Tensor, name: str) -> None:
-        """Follow what becomes of a buffer."""
+    def put_buffer(self, tensor: torch.Tensor, name: str, *, is_torchs: bool) -> None:
+        """Follow what becomes of a buffer, which may be one that code of torch's own has put into a module."""
         self.put(tensor, Known(states=frozenset({name})))
         self._buffer_at[tensor.untyped_storage()._cdata] = name
+        if is_torchs:
+            self._torchs.add(name)
 
     def note_written(self, name: str, values: Sequence[torch.Tensor]) -> None:
-        """A buffer gets a value made of these; weights alone make the same for each microbatch, or nearly so."""
+        """A buffer gets a value made of these. What torch makes of weights alone converges, as in a spectral norm."""
         known = list(map(self.known, values))
         of_samples = any(each.level or self.dims(value) for each, value in zip(known, values, strict=True))
-        if of_samples or not any(each.is_weight or each.is_learned for each in known):
+        of_weights = any(each.is_weight or each.is_learned for each in known)
+        if of_samples or not (of_weights and name in self._torchs):
             self._written.add(name)
 
     def known(self, tensor: torch.Tensor) -> Known:

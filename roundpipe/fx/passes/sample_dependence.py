@@ -201,7 +201,8 @@ class _DependenceRun(GraphInterpreter):
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
             self._watch.put(fake, Known(is_weight=True))
         elif (name := self._buffers.get(id(tensor))) is not None:
-            self._watch.put_buffer(fake, name)
+            owner = self._traced.model.get_submodule(name.rpartition(".")[0])
+            self._watch.put_buffer(fake, name, is_torchs=type(owner).__module__.startswith("torch.nn."))
         return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:

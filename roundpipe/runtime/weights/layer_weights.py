@@ -14,7 +14,7 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
 from roundpipe.core.storages import bytes_of, is_plain, unshare
-from roundpipe.effects.uses import codes_of, names_in
+from roundpipe.effects.uses import changes_sizes, codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.slots import Slot, SlotSpan, TensorPlaces, aligned, attributes_of, tensors_of
 
@@ -52,8 +52,13 @@ class LayerWeights:
         """The buffer that the first `num_packed` slots were packed into, and what `add_second_bank` made."""
         self.slots: list[Slot] = []
         self.num_packed = self.num_bytes = self.packed_bytes = 0
+        # in the memory of others they would grow over what lies behind them
+        growing = {
+            id(buffer) for module in layer.modules() if changes_sizes(type(module)) for buffer in module.buffers()
+        }
         tensors = [
-            (not may_pack(tensor), tensor.requires_grad, tensor, attributes) for tensor, attributes in tensors_of(layer)
+            (id(tensor) in growing or not may_pack(tensor), tensor.requires_grad, tensor, attributes)
+            for tensor, attributes in tensors_of(layer)
         ]
         for is_apart, _, tensor, attributes in sorted(tensors, key=itemgetter(0, 1)):
             if tensor.is_meta:
@@ -61,7 +66,7 @@ class LayerWeights:
                     f"{name}.{attributes[0].name} is on the meta device, so it has no values to train or run with; "
                     "load the model's weights (model.to_empty, from_pretrained) before the first call"
                 )
-            slot = Slot.of(tensor, attributes, self.num_bytes)
+            slot = Slot.of(tensor, attributes, self.num_bytes, as_a_whole=id(tensor) in growing)
             self.slots.append(slot)
             self.num_bytes += aligned(slot.num_bytes)
             if not is_apart:

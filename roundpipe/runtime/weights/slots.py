@@ -149,10 +149,10 @@ class Slot:
     """None if it can't be taken apart: it is moved as a whole."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
+    def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int, *, as_a_whole: bool = False) -> Slot:
         spans: list[SlotSpan] = []
         num_bytes = 0
-        for part in stored_tensors(tensor):
+        for part in () if as_a_whole else stored_tensors(tensor):
             spans.append(span := SlotSpan.of(part, aligned(num_bytes)))
             num_bytes = span.offset + span.num_bytes
         is_parameter = attributes[0].table == "_parameters"
