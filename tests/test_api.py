@@ -270,12 +270,13 @@ def test_a_root_found_untraceable_at_the_first_call_falls_back_with_its_optimize
                 pipe.forward_backward((x,), loss_fn=loss_of, run_config=RoundPipeRunConfig(num_microbatch=2))
             found = [str(one.message) for one in caught]
             if step == 0:
-                assert len(found) == 2 and all(one.filename == __file__ for one in caught), found
+                assert len(found) == 3 and all(one.filename == __file__ for one in caught), found
                 assert re.search(
                     r"Root runs module by module.*test_api\.py:\d+ \(if x.sum\(\) > 0.*torch\.where",
                     found[0],
                 )
                 assert "nothing overlaps" in found[1]
+                assert "its forward decides by an activation, and each microbatch decides by its own, so" in found[2]
                 assert "late: own forward on the CPU, parts on the devices" in str(pipe) and "block" in str(pipe)
             else:
                 assert not found
@@ -321,7 +322,7 @@ def test_options_of_the_fallback_hold_at_the_first_call() -> None:
     override = {model.block: RoundPipeRunConfig(num_microbatch=1)}
     with compiled(model, skip_modules=[model.block.up], lower_threshold=0, override_config=override) as pipe:
         with pytest.warns(UserWarning) as caught, torch.no_grad():
-            pipe(batch())
+            pipe(batch(), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
     messages = [str(one.message) for one in caught]
     assert any("skip_modules: block.up is inside" in text for text in messages), messages
     assert sizes == [2, 2, 2]

@@ -166,11 +166,11 @@ def test_a_loss_that_is_only_cast_counts_by_its_targets_with_and_without_gradien
 
 
 class Reads(HasLoss):
-    """Can't be traced: a branch on activations."""
+    """Can't be traced: it asks where an activation lies."""
 
     def forward(self, ids, labels=None):
         outputs = super().forward(ids, labels)
-        return outputs if outputs["logits"].sum() > -1e9 else {}
+        return outputs if outputs["logits"].data_ptr() != 1 else {}
 
 
 class Product(HasLoss):

@@ -73,7 +73,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[roundpipe.RoundPipe]:
 
 
 class Branching(nn.Module):
-    """Its own code depends on what a layer computes, so that it stays Python on the host."""
+    """Its own code asks where an activation lies, so that it stays Python on the host."""
 
     def __init__(self, net: nn.Sequential) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(x))
-        return self.last(hidden) if hidden.sum() > -1e9 else hidden
+        return self.last(hidden) if hidden.data_ptr() != 1 else hidden
 
 
 @pytest.mark.parametrize(

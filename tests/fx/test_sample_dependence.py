@@ -169,6 +169,9 @@ APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "two in one batch": lambda model, x: torch.mul(*model.core(torch.cat([x, x + 1])).chunk(2)),
     "one after the other": lambda model, x: torch.stack([model.core(sample) for sample in x]),
     "written in turn": written_in_turn,
+    "what all have": lambda model, x: model.core(
+        (h := model.first(x) + x.new_ones(len(x), WIDTH)[0]) + model.second(h)
+    ),
     "one out of each": lambda model, x: model.core(x)[torch.arange(len(x)), x.argmax(-1) % 3],
     "a mark in each": marked,
     "filled from its own": lambda model, x: model.core(model.first(x).masked_scatter(x > 0, model.second(x))),

@@ -35,6 +35,10 @@ _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split()
 _BATCH_NORMS = frozenset(
     "native_batch_norm _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm batch_norm".split()
 )
+_MAKING = frozenset(
+    "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like".split()
+)
+"""Operators that look at the form of a tensor only."""
 _TAKING = frozenset("index index_select take gather".split())
 _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
@@ -57,7 +61,7 @@ _BENT = frozenset(
 """Functions that no sum goes through; of two factors, one may be none."""
 
 
-class Watch(Protocol):
+class SampleFollower(Protocol):
     """What a rule asks of the run that it is part of."""
 
     prime: int
@@ -84,7 +88,7 @@ class Watch(Protocol):
 class DependenceCall(OperatorArguments):
     """A call of an operator, and whether it mixes samples."""
 
-    def __init__(self, watch: Watch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, watch: SampleFollower, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         super().__init__(func, args, kwargs, outputs)
         self._watch = watch
         self.name = str(func._opname if func.namespace == "aten" else func).removesuffix("_")
@@ -95,6 +99,8 @@ class DependenceCall(OperatorArguments):
     @property
     def sources(self) -> list[torch.Tensor]:
         """What its result is made of; other inputs are places."""
+        if self.name in _MAKING:
+            return []
         if self.name in _TAKING:
             return self.inputs[:1]
         if self.name == "copy" and len(self.inputs) > 1:

@@ -243,7 +243,8 @@ class DependenceWatch(TorchDispatchMode):
         has_weight = any(each.is_weight for _, each in known)
         are_weights = bool(known) and all(each.is_weight for _, each in known)
         are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
-        samples = {each.sample for _, each in known} - {None}
+        of_all = any(each.sample is None and self.dims(tensor) for tensor, each in known)
+        samples = {each.sample for _, each in known if not of_all} - {None}
         states = frozenset().union(*(each.states for _, each in known))
         ordered = [blocks, *(each.blocks for _, each in known if each.blocks)]
         for tensor in outputs:
