@@ -343,7 +343,8 @@ def test_nobody_notices_where_nobody_has_asked(little_memory, is_async, accumula
 
     little_memory(ONE_OF_THREE + (accumulate > 1) * 2_000)  # gradients are there twice while they add up
     test_unasked.same(between, is_async=is_async, accumulate=accumulate)
-    assert numbers[-1] == 2
+    # weights and biases of one layer; of two where measured times lead to stages that leave the room
+    assert numbers[-1] == 2 or accumulate > 1 and numbers[-1] == 4
 
 
 @pytest.mark.parametrize("residency", ["auto", "full"])
