@@ -330,8 +330,7 @@ def changes_sizes(kind: type) -> bool:
     """Whether code of a class, torch's own and that in closures as well, gives a tensor another size in place."""
     for owner in kind.__mro__:
         methods = [each for each in vars(owner).values() if isinstance(each, types.FunctionType)]
-        cells = (cell for method in methods for cell in method.__closure__ or () if owner is not nn.Module)
-        inner = (stored_attribute(cell, "cell_contents", None) for cell in cells)
+        inner = (cell.cell_contents for method in methods for cell in filled_cells(method))
         functions = [*methods, *(each for each in inner if isinstance(each, types.FunctionType))]
         if any(not _RESIZING.isdisjoint(names_in(each.__code__)) for each in functions):
             return True
