@@ -113,6 +113,13 @@ class TracedGraph:
         by_name = {node.name: node for node in self.graph.nodes}
         return list(dict.fromkeys(by_name[name] for name in output_names(self.output)))
 
+    @property
+    def output_places(self) -> dict[trees.Path, Node]:
+        """By place in the output, the node whose value is there."""
+        nodes = {node.name: node for node in self.graph.nodes}
+        leaves = ((path, leaf) for path, leaf in trees.walk(self.output) if isinstance(leaf, OutputValue))
+        return {path: nodes[leaf.name] for path, leaf in leaves if leaf.name in nodes}
+
     def attribute(self, target: str) -> Any:
         """What a get_attr or call_module target stands for; `AttributeError` if nothing."""
         if target in self.constants:

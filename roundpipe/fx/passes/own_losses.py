@@ -17,7 +17,7 @@ from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
@@ -61,11 +61,9 @@ def own_mixing(traced: TracedGraph, bent: Collection[Node] = ()) -> dict[trees.P
 
 
 def _scalar_outputs(traced: TracedGraph) -> Iterator[tuple[trees.Path, Node]]:
-    nodes = {node.name: node for node in traced.graph.nodes}
-    for path, leaf in trees.walk(traced.output):
-        node = nodes.get(leaf.name) if isinstance(leaf, OutputValue) else None
-        value = None if node is None else value_of(node)
-        if node is not None and isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
+    for path, node in traced.output_places.items():
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
             yield path, node
 
 

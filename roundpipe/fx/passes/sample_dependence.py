@@ -31,7 +31,7 @@ from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
 from roundpipe.fx.passes.dependence_rules import PER_PRIME
@@ -136,10 +136,10 @@ class _DependenceRun(GraphInterpreter):
         where = where or self._watch.decision
         scalars = ((node, value) for node, value in self.values.items() if value_of(node) is not None)
         bent = (node for node, value in scalars for each in _tensors([value]) if self._watch.is_bent(each))
-        leaves = {path: leaf.name for path, leaf in trees.walk(self._traced.output) if isinstance(leaf, OutputValue)}
-        named = {node.name: value for node, value in self.values.items() if isinstance(value, torch.Tensor)}
-        blocks = {path: self._watch.blocks(named[name]) for path, name in leaves.items() if name in named}
-        single = frozenset(path for path in blocks if self._watch.known(named[leaves[path]]).sample is not None)
+        places = {path: self.values[node] for path, node in self._traced.output_places.items()}
+        tensors = {path: value for path, value in places.items() if isinstance(value, torch.Tensor)}
+        blocks = {path: self._watch.blocks(tensor) for path, tensor in tensors.items()}
+        single = frozenset(path for path, tensor in tensors.items() if self._watch.known(tensor).sample is not None)
         return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each}, single)
 
     def mixing(self, scalars: Iterable[Node]) -> Mixing | None:

@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from roundpipe.core.trees import Path, walk
+from roundpipe.core.trees import Path
 from roundpipe.fx.graph.nodes import hint, value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.sizes import expression_of
 
 
 def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     """By place in the outputs, what is odd about a tensor whose first dimension alone is not that of the samples."""
     batch = _batch_symbols(traced)
-    nodes = {node.name: node for node in traced.graph.nodes}
     found: dict[Path, str] = {}
-    for path, leaf in walk(traced.output) if batch else ():
-        value = value_of(nodes[leaf.name]) if isinstance(leaf, OutputValue) and leaf.name in nodes else None
+    for path, node in traced.output_places.items() if batch else ():
+        value = value_of(node)
         if isinstance(value, torch.Tensor) and value.ndim:
             grows = [position for position, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
             if grows != [0]:
