@@ -21,54 +21,14 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import attributes_of
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.module_tree import modules_in
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
 from roundpipe.effects.uses import reached_by
+from roundpipe.effects.versions import version_of
 
 _CONTAINERS = frozenset(places.CONTAINERS)
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-class WeightSnapshot:
-    """The parameters of a module and those below it, by version: cheap enough for every call."""
-
-    __slots__ = ("_module", "_weights")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._weights = [
-            (owner, name, weight, _version_of(weight))
-            for owner in modules_in(module)
-            for name, weight in owner._parameters.items()
-        ]
-
-    def diff(self) -> str | None:
-        """The qualified name of a parameter that was written, or has another in its place."""
-        for owner, name, weight, version in self._weights:
-            parameters = owner._parameters  # those of script modules have no get
-            now = parameters[name] if name in parameters else None
-            if now is not weight or _version_of(weight) != version:
-                prefix = next((prefix for prefix, other in self._module.named_modules() if other is owner), "")
-                return f"{prefix}.{name}".lstrip(".")
-        return None
-
-
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
-
-
-class TensorVersions:
-    """Tensors that code is given, by version."""
-
-    __slots__ = ("_versions",)
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._versions = [(tensor, _version_of(tensor)) for tensor in tensors]
-
-    def were_written(self) -> bool:
-        return any(_version_of(tensor) != version for tensor, version in self._versions)
 
 
 class AttributeChange(NamedTuple):
@@ -124,7 +84,7 @@ class ModuleSnapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._records = {module: _Record.of(module, position) for position, module in enumerate(modules)}
         buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
-        self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
+        self._versions = [(buffer, version_of(buffer)) for buffer in buffers]
 
     @property
     def modules(self) -> Iterable[nn.Module]:
@@ -163,7 +123,7 @@ class ModuleSnapshot:
                 self._records[module] = record._replace(buffers=dict(module._buffers))
 
     def buffers_written(self) -> bool:
-        return any(_version_of(buffer) != version for buffer, version in self._versions) or any(
+        return any(version_of(buffer) != version for buffer, version in self._versions) or any(
             module._buffers.get(name) is not buffer
             for module, record in self._records.items()
             for name, buffer in record.buffers.items()
@@ -197,6 +157,12 @@ class ModuleSnapshot:
                     if before.get(name) is not tensor:
                         return module, name
         return None
+
+    def changed_attribute(self) -> str | None:
+        """The first attribute or buffer that holds something else, in words."""
+        places = ((change.module, change.name) for change in self.diff())
+        found = next(places, None) or self.rebuilt(self._records)
+        return None if found is None else f"{type(found[0]).__name__}.{found[1]}"
 
     def restore(self) -> None:
         """Puts back attributes, and which buffers there were."""
@@ -297,16 +263,17 @@ class PythonSnapshot:
         narrowed.reach = replace(self.reach, places=list(self.diff()))
         return narrowed
 
-    def side_effects(self, expected: PlaceValues | None = None) -> list[str]:
-        """What the modules' own code has changed, in words; tensors that a dict got don't count.
+    def side_effects(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> list[str]:
+        """What the modules' own code has changed, in words; tensors that a dict got count only ``with_gained``.
 
-        Neither do draws, or places that hold what is ``expected`` there, if that is given.
+        Draws don't, nor do places that hold what is ``expected`` there, if that is given.
         """
-        return list(dict.fromkeys(place.words for place in self.changed(expected)))
+        return list(dict.fromkeys(place.words for place in self.changed(expected, with_gained=with_gained)))
 
-    def changed(self, expected: PlaceValues | None = None) -> Iterator[Place]:
+    def changed(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> Iterator[Place]:
         """The places of `side_effects`."""
-        changed = (place for place in self.diff() if not place.by_hooks and not place.gained_tensors_only())
+        places = (place for place in self.diff() if not place.by_hooks)
+        changed = (place for place in places if with_gained or not place.gained_tensors_only())
         if expected is not None:
             changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
         return changed

@@ -33,7 +33,6 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
         names[module] = name
         is_scripted = isinstance(module, torch.jit.ScriptModule)
         twins[module] = module if is_scripted else object.__new__(type(module))
-        names[twins[module]] = name
     replacements: dict[Any, Any] = {**twins, **fake_of}
     for module, twin in twins.items():
         if twin is not module:
@@ -51,6 +50,8 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
                     held[key] = _replaced(value, replacements)
             if is_compiled(module):
                 held[WRITTEN] = True
+    for module, twin in twins.items():  # once they are whole: a module's own hash may read what is in it
+        names[twin] = names[module]
     return twins[model], names
 
 

@@ -239,7 +239,9 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
                     f"{type(self).__name__}.compute_loss does not call the model exactly once: batches run one by "
                     "one, each forward and backward after the other, so that devices wait"
                 )
-        total, model = torch.zeros(()), ModelStandIn(self.model, self.pipe)
+        total = torch.zeros(())
+        # the wrapped model itself where it can be: loss code may put it in the place of the plain one that it holds
+        model = self.pipe if model_of(self.model) is self.model else ModelStandIn(self.model, self.pipe)
         for inputs, num_items in kept:
             with self.accelerator.autocast():
                 loss = self._compute(model, inputs, num_items) * self._share_of(num_items)

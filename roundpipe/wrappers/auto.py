@@ -91,6 +91,7 @@ class HostRunner(Runner):
     ) -> Any:
         config = self._begin(options)
         if not splits_inside:
+            config = self._batch_warnings.whole_if_unclear(config, args, kwargs)
             config = self._batch_warnings.whole_if_needed(config, self.parts.cause)
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
@@ -120,6 +121,7 @@ class HostRunner(Runner):
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
+        config = self._batch_warnings.whole_if_unclear(config, args, kwargs, training.label)
         config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
         pieces = split(args, kwargs, training.label, config, self._shared)
         device = self.session.engine.backends[0].device

@@ -17,6 +17,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
 from roundpipe.core.layers import LayerChain
 from roundpipe.runtime.config import ResolvedConfig
+from roundpipe.runtime.microbatch.lists import unclear_list
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
@@ -38,10 +39,31 @@ class BatchWarnings:
     def __init__(self, name: str) -> None:
         self._name = name
         self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_mixing = False
+        self._has_warned_of_lists = False
         self._runs_whole = False
         """Whether the model could not run a piece of a batch."""
         self._num_read = 0
         """Calls whose scalars were read from a device."""
+
+    def whole_if_unclear(self, config: ResolvedConfig, args: Any, kwargs: Any, label: Any = None) -> ResolvedConfig:
+        """The config for a call, which by default cuts no list of tensors whose entries may be the samples."""
+        is_whole = config.num_microbatch == 1 and not config.auto
+        if is_whole or config.split_input is not None or (found := unclear_list(args, kwargs, label)) is None:
+            return config
+        how = "give split_input a function that cuts the list"
+        tensors = f"{found.name} is a list of {found.length}, and nothing but it tells the number of samples"
+        if self.may_choose(config):
+            self._warn_of_lists(
+                f"{tensors}. They may be its entries, or along dimension 0 of each ({found.size}). So the batch is not "
+                f"cut but runs as one microbatch. If dimension 0 is samples, give num_microbatch; else {how}"
+            )
+            return replace(config, num_microbatch=1, auto=frozenset())
+        if found.has_fellow:
+            self._warn_of_lists(
+                f"{tensors}. Each entry is cut along dimension 0 ({found.size}), although another list has as many "
+                f"entries, as if they were the samples. Use num_microbatch=1, or {how}"
+            )
+        return config
 
     def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
         """The config for a call, which cuts nothing where the pieces of a batch would not give what the whole does.
@@ -120,6 +142,11 @@ class BatchWarnings:
         warn_of_whole(
             self._name, error, "Where images belong to texts, say, split_input can tell how: see docs/models.md"
         )
+
+    def _warn_of_lists(self, text: str) -> None:
+        if not self._has_warned_of_lists:
+            self._has_warned_of_lists = True
+            warn(f"{self._name}: {text}")
 
     def _warn_of_mixing(self, text: str) -> None:
         if not self._has_warned_of_mixing:

@@ -269,6 +269,7 @@ class ChainRunner(Runner):
         """
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
+        config = self._batch_warnings.whole_if_unclear(config, args, kwargs, label)
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self.last_chain)
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)

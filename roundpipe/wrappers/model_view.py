@@ -118,6 +118,21 @@ class ModelView(nn.Module):
         else:
             delattr(self._target, name)
 
+    def __getitem__(self, index: Any) -> Any:
+        model: Any = self._target
+        return model[index]
+
+    def __len__(self) -> int:
+        model: Any = self._target
+        return len(model)
+
+    def __iter__(self) -> Iterator[Any]:
+        model: Any = self._target
+        return iter(model)
+
+    def __bool__(self) -> bool:  # which would ask __len__, and most models have none
+        return bool(self._target)
+
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *self.__dict__, *dir(self._target)})
 

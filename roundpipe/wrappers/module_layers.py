@@ -18,8 +18,9 @@ from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, Laye
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.core.shared_weights import shared_weights
 from roundpipe.effects.places import has_hooks
-from roundpipe.effects.snapshot import ContentsSnapshot, TensorVersions, WeightSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot
 from roundpipe.effects.uses import asks_for_gradients
+from roundpipe.effects.versions import TensorVersions, WeightSnapshot
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
 from roundpipe.runtime.optimizer.reads import settle_reads_of

@@ -25,8 +25,9 @@ from roundpipe.core.layers import Carry
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.places import CONTAINER, same_contents
 from roundpipe.effects.run_once import hooks_run_around
-from roundpipe.effects.snapshot import AttributeChange, ContentsSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import AttributeChange, ContentsSnapshot
 from roundpipe.effects.uses import attributes_read, uses_of_forward
+from roundpipe.effects.versions import WeightSnapshot
 from roundpipe.runtime.engine.recompute import doing_recompute
 
 RETURNS_ARGUMENTS = "it returns memory of a tensor that it is given"

@@ -9,7 +9,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.snapshot import ContentsSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import ContentsSnapshot
+from roundpipe.effects.versions import WeightSnapshot
 from roundpipe.wrappers.module_layers import StateWatch
 
 

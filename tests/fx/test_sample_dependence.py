@@ -161,6 +161,12 @@ def written_in_turn(model: Any, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def expanded(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Learned tokens in front of each sample, of which one has those of all."""
+    tokens = torch.arange(3)[None].expand(len(x), -1)
+    return model.core(torch.cat([model.table(tokens[:1]).repeat(len(x), 1, 1).mean(1), x], dim=1)[:, -WIDTH:])
+
+
 APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "nothing": lambda model, x: model.core(x),
     "a loss": lambda model, x: model.core(x).square().mean(),
@@ -174,6 +180,7 @@ APART: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     ),
     "one out of each": lambda model, x: model.core(x)[torch.arange(len(x)), x.argmax(-1) % 3],
     "a mark in each": marked,
+    "tokens in front": expanded,
     "filled from its own": lambda model, x: model.core(model.first(x).masked_scatter(x > 0, model.second(x))),
     "a router": routed,
     "norms": lambda model, x: model.core(F.layer_norm(x, (WIDTH,)) + F.group_norm(x, 2) + x / x.norm(dim=-1)[:, None]),

@@ -330,3 +330,16 @@ def test_names_that_are_listed_can_be_asked_for() -> None:
         pipe.step(optimizer.step)
         pipe.forward_backward((inputs(),), loss_fn=squared)  # its last stages may be running
         assert pipe.get_parameter("model.stem.weight").grad is not None
+
+
+def test_a_sequential_is_indexed_and_others_are_not():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with roundpipe.compile(model, devices=["cpu"]) as piped:
+        assert piped[0] is model[0] and piped[-1] is model[2]
+        assert len(piped) == 3 and [*piped] == [*model] and model[1] in piped
+        assert [*piped[1:]] == [*model[1:]]
+    with roundpipe.compile(nn.Bilinear(4, 4, 2), devices=["cpu"]) as piped:
+        assert piped  # although it has no length
+        for ask in (len, iter, lambda wrapper: wrapper[0]):
+            with pytest.raises(TypeError, match="Bilinear"):
+                ask(piped)

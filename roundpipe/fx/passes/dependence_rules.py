@@ -18,9 +18,6 @@ import torch
 from roundpipe.fx.passes.row_rules import OperatorArguments
 from roundpipe.fx.sizes import flat_tensors
 
-PER_PRIME = 4
-"""How many times a prime the samples are, so that halves and quarters of a batch can be told from the whole."""
-
 _REDUCTIONS = frozenset(
     "sum nansum mean amax amin max min prod any all argmax argmin logsumexp var std var_mean std_mean norm "
     "linalg_vector_norm median nanmedian mode kthvalue aminmax count_nonzero".split()
@@ -65,6 +62,8 @@ class SampleFollower(Protocol):
     """What a rule asks of the run that it is part of."""
 
     prime: int
+    number: int
+    """How many samples there are: a multiple of the prime."""
     has_others: bool
     """Whether there are arguments with another number of something than there are samples, such as of images."""
     is_of_loss: bool
@@ -122,11 +121,11 @@ class DependenceCall(OperatorArguments):
 
     @property
     def samples_taken(self) -> list[int | None]:
-        """Which one sample each of its results is of."""
+        """Which one sample each of its results is of; what was expanded over samples is of none."""
         number = len(self.outputs)
         if self.name in ("select", "slice", "unbind", "split", "split_with_sizes"):
             (dim,) = self.dims()
-            if dim in self._samples():
+            if dim in self._samples() and self.first.stride(dim):
                 if self.name == "select":
                     return [self.values["index"]]
                 if self.name == "unbind":
@@ -185,19 +184,19 @@ class DependenceCall(OperatorArguments):
             return False  # groups, which microbatches may have as a whole
         (dim,) = self.dims()
         parts = {tensor.shape[dim] for tensor in self.outputs}
-        return dim in self._samples() and any(1 < part < PER_PRIME * self._watch.prime for part in parts)
+        return dim in self._samples() and any(1 < part < self._watch.number for part in parts)
 
     def _halves(self) -> bool:
         """Whether it lays one half of the samples, or a quarter, beside another."""
-        number, pairs = PER_PRIME * self._watch.prime, itertools.pairwise(self.output.shape)
+        number, pairs = self._watch.number, itertools.pairwise(self.output.shape)
         if not self._watch.is_of_loss:
             return self._scrambles()
-        is_cut = any(1 < a < PER_PRIME * 2 and a * b == number for a, b in pairs)
+        is_cut = any(1 < a < 2 * number // self._watch.prime and a * b == number for a, b in pairs)
         return is_cut and number in self.first.shape
 
     def _scrambles(self) -> bool:
         """Whether it cuts the samples into groups, or lays their elements into other rows."""
-        number = PER_PRIME * self._watch.prime
+        number = self._watch.number
         ends = [*itertools.accumulate(self.output.shape, operator.mul)]
         whole = [(end // size, end) for end, size in zip(ends, self.output.shape, strict=True) if size]
         for dim, size in enumerate(self.first.shape):

@@ -16,7 +16,7 @@ import torch
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.fx.locations import model_location, with_source
 from roundpipe.fx.passes.assumed_sizes import with_assumed_size
-from roundpipe.fx.passes.dependence_rules import PER_PRIME, DependenceCall, is_float
+from roundpipe.fx.passes.dependence_rules import DependenceCall, is_float
 from roundpipe.fx.passes.sample_blocks import Blocks, blocks_made
 from roundpipe.fx.sizes import flat_tensors
 
@@ -58,9 +58,10 @@ class DependenceWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, prime: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
+    def __init__(self, prime: int, number: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
         super().__init__()
         self.prime = prime
+        self.number = number
         self.has_others = has_others
         """Whether there are arguments with another number of something than there are samples, such as of images."""
         self.is_of_loss = is_of_loss
@@ -150,7 +151,7 @@ class DependenceWatch(TorchDispatchMode):
         return blocks if self.dims(output) == [0] and self._fits(output.shape[0], blocks) else ()
 
     def _fits(self, size: int, blocks: Blocks) -> bool:
-        return bool(blocks) and size > 0 and size % (PER_PRIME * self.prime * sum(blocks)) == 0
+        return bool(blocks) and size > 0 and size % (self.number * sum(blocks)) == 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,7 +183,7 @@ class DependenceWatch(TorchDispatchMode):
         blocks: Blocks = ()
         with suppress(LookupError, TypeError, AttributeError, ValueError):  # arguments of another kind
             mixes = call.mixes()
-            blocks = blocks_made(call, PER_PRIME * self.prime, lambda tensor: self.known(tensor).blocks)
+            blocks = blocks_made(call, self.number, lambda tensor: self.known(tensor).blocks)
         mixes = mixes or self._meet(call.sources, joins=call.name in ("cat", "stack"))
         of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
         found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING

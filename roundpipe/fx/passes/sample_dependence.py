@@ -16,6 +16,7 @@ that it is no chance.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,12 +35,15 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
-from roundpipe.fx.passes.dependence_rules import PER_PRIME
 from roundpipe.fx.passes.dependence_watch import ROWS, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
+_PER_PRIME = 4
+"""How many times a prime the samples are, so that halves and quarters of a batch can be told from the whole."""
+_WITH_THIRDS = 12
+"""The same where code can't run on so many, such as one that takes a batch of three parts."""
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _CPU = torch.device("cpu")
 
@@ -69,9 +73,13 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     if not samples or len(primes) < 2:
         return SampleDependence()
     with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
-        found = _DependenceRun(traced, samples, primes[0]).found()
+        run = _DependenceRun(traced, samples, primes[0])
+        found, per_prime = run.found(), _PER_PRIME
+        if run.has_failed and found == SampleDependence():
+            per_prime = _WITH_THIRDS
+            found = _DependenceRun(traced, samples, primes[0], per_prime=per_prime).found()
         if found != SampleDependence():
-            again = _DependenceRun(traced, samples, primes[1]).found()
+            again = _DependenceRun(traced, samples, primes[1], per_prime=per_prime).found()
             blocks = {path: each for path, each in found.blocks.items() if again.blocks.get(path) == each}
             where = found.where if again.where == found.where else ""
             return SampleDependence(where, again.bent & found.bent, blocks, again.single & found.single)
@@ -106,17 +114,25 @@ def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
 
 
 class _DependenceRun(GraphInterpreter):
-    """A graph on fakes of `PER_PRIME` times a prime samples."""
+    """A graph on fakes of ``per_prime`` times a prime samples."""
 
     def __init__(
-        self, traced: TracedGraph, samples: Iterable[Node], prime: int, learned: Collection[Node] = ()
+        self,
+        traced: TracedGraph,
+        samples: Iterable[Node],
+        prime: int,
+        learned: Collection[Node] = (),
+        *,
+        per_prime: int = _PER_PRIME,
     ) -> None:
         super().__init__()
         self._learned = learned
-        self._traced, self._samples, self._number = traced, frozenset(samples), PER_PRIME * prime
+        self.has_failed = False
+        """Whether something could not run on so many, or cut them into more or fewer parts."""
+        self._traced, self._samples, self._number = traced, frozenset(samples), per_prime * prime
         others = (value_of(node) for node in traced.placeholders if node not in self._samples)
         has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
-        self._watch = DependenceWatch(prime, has_others=has_others, is_of_loss=bool(learned))
+        self._watch = DependenceWatch(prime, self._number, has_others=has_others, is_of_loss=bool(learned))
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
         self._mode = static_mode()
@@ -170,8 +186,11 @@ class _DependenceRun(GraphInterpreter):
         self._watch.place = f"the forward of {module_of(node) or type(self._traced.model).__name__}"
         try:
             with self._watch:
-                return self.run_node(node)
+                value = self.run_node(node)
+            self.has_failed |= _has_other_parts(node, value)
+            return value
         except Exception:  # it asks for data, or is for batches of the example's size
+            self.has_failed = True
             value = self._example(node)
             if isinstance(value, torch.Tensor):
                 self._watch.carry(flat_tensors(*self.operands(node.args, node.kwargs)), [value])
@@ -229,6 +248,13 @@ class _DependenceRun(GraphInterpreter):
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.dtype, self._watch.known(leaf)
         return leaf if isinstance(leaf, trees.PLAIN) else id(leaf)
+
+
+def _has_other_parts(node: Node, value: Any) -> bool:
+    """Whether a tensor was split into more or fewer parts than are taken."""
+    if getattr(node.target, "__name__", node.target) != "split" or not isinstance(value, (list, tuple)):
+        return False
+    return len({user.args[1] for user in node.users if user.target is operator.getitem}) != len(value)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

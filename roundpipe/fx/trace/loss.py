@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.places import are_other_numbers
-from roundpipe.effects.snapshot import python_restored
+from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
@@ -30,6 +32,10 @@ from roundpipe.fx.trace.tracer import trace
 
 LossFunction = Callable[[Any, Any], Any]
 _MAX_DEPTH = 6
+MOST_COPIED = 1024**2
+"""Elements of a tensor that a loss function may write, such as a confusion matrix."""
+MOST_LOOKED_AT = 2000
+"""Objects that are looked at for such tensors, those that a loss function names first."""
 
 
 class LossCall(nn.Module):
@@ -85,8 +91,14 @@ def trace_loss(
     """
     call = LossCall(function, model)
     parameters = [*call.parameters(), *(() if model is None else model.parameters())]
-    with python_restored(modules_in(call), function), torch.enable_grad(), _trained_as_before(parameters):
-        traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
+    state = ModuleSnapshot(modules_in(call))  # code that names a module from outside has it, and no twin
+    try:
+        with python_restored(modules_in(call), function), torch.enable_grad(), _trained_as_before(parameters):
+            traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
+            if changed := state.changed_attribute():
+                raise TraceError(f"it changes {changed}, which calls of a graph would not", TraceCause.STATE)
+    finally:
+        state.restore()
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced
@@ -98,21 +110,50 @@ def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Mod
     Raises:
         TraceError: it draws random numbers, or gives no scalar.
     """
-    call = LossCall(function, model)
-    before = [(buffer, buffer.clone()) for buffer in call.buffers()]
-    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
-    with python_restored(modules_in(call), function), _trained_as_before(parameters), torch.random.fork_rng(devices=[]):
-        state = torch.get_rng_state()
-        try:
-            loss = call(outputs, label)
-        finally:
-            for buffer, value in before:
-                buffer.data.copy_(value)
-        if not torch.equal(state, torch.get_rng_state()):
+    with what_it_keeps_restored(function, model) as call, torch.random.fork_rng(devices=[]):
+        random_state = torch.get_rng_state()
+        loss = call(outputs, label)
+        if not torch.equal(random_state, torch.get_rng_state()):
             raise TraceError("it draws random numbers", TraceCause.RANDOM)
     if not isinstance(loss, torch.Tensor) or loss.ndim:
         raise TraceError("it gives no scalar")
     return float(loss)
+
+
+@contextmanager
+def what_it_keeps_restored(function: LossFunction, model: nn.Module | None = None) -> Iterator[LossCall]:
+    """Whatever a loss function, or a graph of it, changes inside is taken back; gives the function as a module."""
+    call = LossCall(function, model)
+    state, before = ModuleSnapshot(modules_in(call)), [(each, each.clone()) for each in _written_by(call, function)]
+    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
+    with python_restored(modules_in(call), function), _trained_as_before(parameters):
+        try:
+            yield call
+        finally:
+            state.restore()
+            for tensor, value in before:
+                tensor.data.copy_(value)
+
+
+def _written_by(call: LossCall, function: LossFunction) -> Iterator[torch.Tensor]:
+    """What a loss function may write in place: buffers, and tensors in objects that it reaches, such as sums.
+
+    Tensors larger than `MOST_COPIED` are data, and so is what lies behind `MOST_LOOKED_AT` objects.
+    """
+    yield from call.buffers()
+    pending = deque([*modules_in(call), *reached_by(function)])
+    seen: set[int] = set()
+    while pending and len(seen) < MOST_LOOKED_AT:
+        value = pending.popleft()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        if type(value) is torch.Tensor and value.numel() <= MOST_COPIED:
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        elif not isinstance(value, torch.Tensor):
+            pending.extend(stored_attribute(value, "__dict__", {}).values())
 
 
 @contextmanager

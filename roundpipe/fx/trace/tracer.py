@@ -149,6 +149,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     inside = modules_in(world.twin)
     state, python = ModuleSnapshot(inside), PythonSnapshot([*inside, *modules_in(world.model)])
     outside = state.copied()
+    hashes = [(module, hash(module)) for module in inside if type(module).__hash__ is not object.__hash__]
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: PlaceValues = {}
@@ -160,6 +161,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         for _ in range(MAX_SETTLING_RUNS):
             attempt = Attempt(world, form, knowledge, outside, python.reach)
             traced = attempt.run()
+            if other := next((module for module, own in hashes if hash(module) != own), None):
+                words = f"it changes a {type(other).__name__}, whose own hash tells of what it holds"
+                raise _refusal(world, type(other).__name__, TraceError(words, TraceCause.STATE))
             now = python.narrowed()
             for drawn in (place.words for place in now.diff() if place.kind == "random"):
                 words = f"it draws random numbers from {drawn}, which a graph would specialize"
@@ -168,8 +172,10 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             changed.update(attempt.changed_attributes())
             seen = {(type(module), attribute) for module, attribute in changed}
             knowledge = replace(knowledge, seen_to_set=knowledge.seen_to_set | seen)
-            changes = list(dict.fromkeys([*changed.values(), *now.side_effects()]))
-            if knowledge.is_pure and (changes := [*changes, *attempt.recorder.findings.not_kept]):
+            changes = list(dict.fromkeys([*changed.values(), *now.side_effects(with_gained=knowledge.is_pure)]))
+            if knowledge.is_pure:  # in leaves, too, which a copy runs in
+                changes += [*attempt.recorder.findings.not_kept, *filter(None, [state.changed_attribute()])]
+            if knowledge.is_pure and changes:
                 words = f"it changes {', '.join(changes)}, which calls of a graph would not"
                 raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
             printed = printed_graph(traced)

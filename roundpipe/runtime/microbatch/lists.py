@@ -1,0 +1,66 @@
+"""Batches that are lists of tensors, of which nothing tells whether an entry is a sample or has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.trees import Path
+from roundpipe.runtime.microbatch.split import input_name
+
+
+class UnclearList(NamedTuple):
+    """A list of tensors, or of structures of tensors, whose entries may be samples."""
+
+    name: str
+    length: int
+    size: int
+    """Of dimension 0 of the first tensor in it."""
+    has_fellow: bool
+    """Whether another list of the call, of something else than tensors, is as long: targets of images."""
+
+
+def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = None) -> UnclearList | None:
+    """The list that would tell how many samples a call has, if its entries may just as well be the samples.
+
+    Images of detection are such: each a tensor `[3, height, width]`, whose channels are no samples. That all have one
+    form does not decide it, since two views of a batch have one, too; a tensor elsewhere that is as long does.
+    """
+    inputs = (tuple(args), dict(kwargs))
+    found = {path: leaf for path, leaf in trees.walk(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    first = next(iter(found), ())
+    place = next((first[:depth] for depth in range(2, len(first)) if _is_list(trees.get(inputs, first[:depth]))), None)
+    if place is None:
+        return None
+    entries, size = trees.get(inputs, place), found[first].shape[0]
+    if len({_form(entry) for entry in entries}) > 1:
+        return None
+    others = [leaf for path, leaf in found.items() if path[: len(place)] != place]
+    if any(leaf.shape[0] == size for leaf in (*others, *trees.tensors(label)) if leaf.ndim):
+        return None
+    return UnclearList(input_name(place), len(entries), size, _has_fellow((inputs, label), entries))
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _form(entry: Any) -> Any:
+    """Equal for entries that may be samples of one batch: images have sizes of their own, vectors have not."""
+    return tuple(
+        (path, leaf.dtype, leaf.ndim, leaf.shape[1:] if leaf.ndim < 3 else ())
+        if isinstance(leaf, torch.Tensor)
+        else (path, type(leaf))
+        for path, leaf in trees.walk(entry)
+    )
+
+
+def _has_fellow(value: Any, entries: Any, path: Path = ()) -> bool:
+    if value is entries or len(path) >= trees.MAX_DEPTH:
+        return False
+    if type(value) is list and len(value) == len(entries) > 1 and not any(isinstance(x, torch.Tensor) for x in value):
+        return True
+    return any(_has_fellow(child, entries, (*path, access)) for access, child in trees.children(value) or ())
