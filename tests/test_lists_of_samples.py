@@ -134,3 +134,8 @@ IMAGES = images(8, 9)
 def test_which_lists_tell_nothing(args: Any, kwargs: Any, label: Any, name: str | None) -> None:
     found = unclear_list(args, kwargs, label)
     assert (found and found.name) == name
+
+
+def test_packed_data_has_told_how_it_is_cut() -> None:
+    packed = roundpipe.RoundPipePackedData([(torch.zeros(2, 4), torch.zeros(2, 4))] * 2)
+    assert unclear_list((packed,), {}) is None

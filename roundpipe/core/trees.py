@@ -218,7 +218,7 @@ def with_children(value: Any, new: list[Any]) -> Any:
     """A container of the form of ``value`` over other direct children."""
     kind = type(value)
     if isinstance(value, tuple):
-        if isinstance(kind, type) and hasattr(kind, "_make"):
+        if hasattr(kind, "_make"):
             return kind._make(new)  # whatever its own constructor asks of what is in it
         return tuple(new) if kind is tuple else kind(new)
     if isinstance(value, slice):

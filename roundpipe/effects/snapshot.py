@@ -160,8 +160,8 @@ class ModuleSnapshot:
 
     def changed_attribute(self) -> str | None:
         """The first attribute or buffer that holds something else, in words."""
-        places = ((change.module, change.name) for change in self.diff())
-        found = next(places, None) or self.rebuilt(self._records)
+        attributes = ((change.module, change.name) for change in self.diff())
+        found = next(attributes, None) or self.rebuilt(self._records)
         return None if found is None else f"{type(found[0]).__name__}.{found[1]}"
 
     def restore(self) -> None:
@@ -266,14 +266,15 @@ class PythonSnapshot:
     def side_effects(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> list[str]:
         """What the modules' own code has changed, in words; tensors that a dict got count only ``with_gained``.
 
-        Draws don't, nor do places that hold what is ``expected`` there, if that is given.
+        If ``expected`` is given, neither draws count nor places that hold what it has there.
         """
         return list(dict.fromkeys(place.words for place in self.changed(expected, with_gained=with_gained)))
 
     def changed(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> Iterator[Place]:
         """The places of `side_effects`."""
-        places = (place for place in self.diff() if not place.by_hooks)
-        changed = (place for place in places if with_gained or not place.gained_tensors_only())
+        changed = (place for place in self.diff() if not place.by_hooks)
+        if not with_gained:
+            changed = (place for place in changed if not place.gained_tensors_only())
         if expected is not None:
             changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
         return changed

@@ -240,11 +240,9 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
                     "one, each forward and backward after the other, so that devices wait"
                 )
         total = torch.zeros(())
-        # the wrapped model itself where it can be: loss code may put it in the place of the plain one that it holds
-        model = self.pipe if model_of(self.model) is self.model else ModelStandIn(self.model, self.pipe)
         for inputs, num_items in kept:
-            with self.accelerator.autocast():
-                loss = self._compute(model, inputs, num_items) * self._share_of(num_items)
+            with self.accelerator.autocast():  # loss code may put the rotation in the place of the model that it holds
+                loss = self._compute(self.pipe, inputs, num_items) * self._share_of(num_items)
             self.accelerator.backward(loss)
             total = total + loss.detach().cpu()
         return total

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
+_Subject = Literal["lists", "mixing", "rows", "scalars"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
@@ -38,8 +39,7 @@ class BatchWarnings:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._has_warned_of_scalars = self._has_warned_of_rows = self._has_warned_of_mixing = False
-        self._has_warned_of_lists = False
+        self._has_warned_of: set[_Subject] = set()
         self._runs_whole = False
         """Whether the model could not run a piece of a batch."""
         self._num_read = 0
@@ -53,15 +53,18 @@ class BatchWarnings:
         how = "give split_input a function that cuts the list"
         tensors = f"{found.name} is a list of {found.length}, and nothing but it tells the number of samples"
         if self.may_choose(config):
-            self._warn_of_lists(
-                f"{tensors}. They may be its entries, or along dimension 0 of each ({found.size}). So the batch is not "
-                f"cut but runs as one microbatch. If dimension 0 is samples, give num_microbatch; else {how}"
+            self._warn_once(
+                "lists",
+                f"{tensors}. They may be its entries, or lie along dimension 0 of each ({found.size}). So the batch is "
+                f"not cut but runs as one microbatch. If dimension 0 counts the samples, give num_microbatch; if not, "
+                f"{how}",
             )
             return replace(config, num_microbatch=1, auto=frozenset())
         if found.has_fellow:
-            self._warn_of_lists(
+            self._warn_once(
+                "lists",
                 f"{tensors}. Each entry is cut along dimension 0 ({found.size}), although another list has as many "
-                f"entries, as if they were the samples. Use num_microbatch=1, or {how}"
+                f"entries, as if they were the samples. Use num_microbatch=1, or {how}",
             )
         return config
 
@@ -79,25 +82,28 @@ class BatchWarnings:
         if chain is None:
             return config
         if who := chain.takes_samples_as_time:
-            self._warn_of_mixing(
+            self._warn_once(
+                "mixing",
                 f"{who} takes dimension 0 of the batch as time, so that the batch is not cut there but "
                 "runs as one microbatch. If the samples are in another dimension, say so: "
                 "split_input=((TensorChunkSpec(1),), None), split_label and merge_output, or make the model with "
-                "batch_first=True"
+                "batch_first=True",
             )
         elif not chain.mixes_samples:
             return config
         elif config.is_number_given:
-            self._warn_of_mixing(
+            self._warn_once(
+                "mixing",
                 f"the model mixes the samples of a batch: {chain.mixes_samples}. Each of the {config.num_microbatch} "
                 "microbatches has only its own samples there, so that outputs, losses and gradients differ from those "
-                "of the whole batch; with num_microbatch=1 they don't"
+                "of the whole batch; with num_microbatch=1 they don't",
             )
             return config
         else:
-            self._warn_of_mixing(
+            self._warn_once(
+                "mixing",
                 f"the model mixes the samples of a batch: {chain.mixes_samples}. So the batch is not cut but runs as "
-                "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch"
+                "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch",
             )
         return replace(config, num_microbatch=1, auto=frozenset())
 
@@ -117,9 +123,10 @@ class BatchWarnings:
         if cause is TraceCause.ACTIVATION_LEFT:
             is_cut = "has that of the last microbatch alone; with num_microbatch=1 it has that of the batch"
             text = is_cut if given else "has that of the batch, which is not cut in such calls; num_microbatch cuts it"
-            self._warn_of_mixing(
+            self._warn_once(
+                "mixing",
                 f"its forward leaves an activation in an attribute. Behind a call without a loss_fn the attribute "
-                f"{text}. forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own"
+                f"{text}. forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own",
             )
         elif why := _WHY_WHOLE.get(cause):
             if given:
@@ -127,7 +134,7 @@ class BatchWarnings:
                 text += "num_microbatch=1 they don't"
             else:
                 text = ". So the batch is not cut but runs as one microbatch; num_microbatch cuts it"
-            self._warn_of_mixing(f"{why}{text}")
+            self._warn_once("mixing", f"{why}{text}")
         else:
             return config
         return config if given else replace(config, num_microbatch=1, auto=frozenset())
@@ -143,14 +150,9 @@ class BatchWarnings:
             self._name, error, "Where images belong to texts, say, split_input can tell how: see docs/models.md"
         )
 
-    def _warn_of_lists(self, text: str) -> None:
-        if not self._has_warned_of_lists:
-            self._has_warned_of_lists = True
-            warn(f"{self._name}: {text}")
-
-    def _warn_of_mixing(self, text: str) -> None:
-        if not self._has_warned_of_mixing:
-            self._has_warned_of_mixing = True
+    def _warn_once(self, subject: _Subject, text: str) -> None:
+        if subject not in self._has_warned_of:
+            self._has_warned_of.add(subject)
             warn(f"{self._name}: {text}")
 
     def look(
@@ -172,18 +174,18 @@ class BatchWarnings:
             self._look_at_scalars(outputs, known, has_loss)
 
     def _look_at_rows(self, outputs: Sequence[Any], odd: Mapping[trees.Path, str]) -> None:
-        if odd and not self._has_warned_of_rows:
-            self._has_warned_of_rows = True
+        if odd:
             places = [f"output{trees.path_string(path)} {why}" for path, why in odd.items()]
             more = f", and {len(places) - 3} more such" if len(places) > 3 else ""
-            warn(
-                f"{self._name}: {'; '.join(places[:3])}{more}. The pieces of the {len(outputs)} microbatches are "
+            self._warn_once(
+                "rows",
+                f"{'; '.join(places[:3])}{more}. The pieces of the {len(outputs)} microbatches are "
                 "concatenated along dimension 0 all the same, which is not what the whole batch gives: say by "
-                "merge_output how they are merged, or use num_microbatch=1"
+                "merge_output how they are merged, or use num_microbatch=1",
             )
 
     def _look_at_scalars(self, outputs: Sequence[Any], known: Collection[trees.Path], has_loss: bool) -> None:
-        if self._has_warned_of_scalars:
+        if "scalars" in self._has_warned_of:
             return
         scalars = {path: value for path, value in trees.walk(outputs[0]) if _is_scalar(value) and path not in known}
         if has_loss:
@@ -195,7 +197,7 @@ class BatchWarnings:
         differing = [path for path in scalars if len({_number(each, path) for each in outputs}) > 1]
         if not differing:
             return
-        self._has_warned_of_scalars = True
+        self._has_warned_of.add("scalars")
         average = f"is the average over the {len(outputs)} microbatches"
         if scalars[differing[0]].is_floating_point():
             text = (

@@ -123,10 +123,10 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
-        count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
         may_matter = session.engine.num_workers > 1 or has_backward and session.optimizer.may_have_twins
         reads = may_matter and reaches(training.loss_fn, self.model)
         alone = wait_for_weights(session, self.model, training.loss_fn)
+        count_loss(calls, config, self.tails, returns_outputs=training.return_outputs)
         losses: list[Any] = []
         outputs: list[Any] = []
         inputs: list[torch.Tensor] = []

@@ -34,7 +34,7 @@ from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixi
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
-from roundpipe.fx.trace.loss import call_loss, change_of, is_same, trace_loss, what_it_keeps_restored
+from roundpipe.fx.trace.loss import call_loss, change_of, is_same, trace_loss, values_kept
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
@@ -226,8 +226,7 @@ class TailSource:
             return None
         arguments, sizes = [(each.outputs, each.label) for each in examples], samples_of(call)
         function: Any = call.loss_fn
-        restored = what_it_keeps_restored(function, self._model)
-        with _tracing_modes(), microbatch_count(call.total_microbatches), restored:
+        with _tracing_modes(), microbatch_count(call.total_microbatches), values_kept(function, self._model):
             trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
             return "differs" if numbers_differ(trace, arguments, sizes) else None
 

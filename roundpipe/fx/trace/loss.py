@@ -20,6 +20,7 @@ from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
+from roundpipe.core.storages import is_plain
 from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.places import are_other_numbers
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
@@ -89,16 +90,10 @@ def trace_loss(
     Raises:
         TraceError: it can't be traced, or does more than compute.
     """
-    call = LossCall(function, model)
-    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
-    state = ModuleSnapshot(modules_in(call))  # code that names a module from outside has it, and no twin
-    try:
-        with python_restored(modules_in(call), function), torch.enable_grad(), _trained_as_before(parameters):
-            traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
-            if changed := state.changed_attribute():
-                raise TraceError(f"it changes {changed}, which calls of a graph would not", TraceCause.STATE)
-    finally:
-        state.restore()
+    with _python_kept(function, model) as (call, state), torch.enable_grad():
+        traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
+        if changed := state.changed_attribute():  # code that names a module from outside has it, and no twin
+            raise TraceError(f"it changes {changed}, which calls of a graph would not", TraceCause.STATE)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced
@@ -110,7 +105,7 @@ def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Mod
     Raises:
         TraceError: it draws random numbers, or gives no scalar.
     """
-    with what_it_keeps_restored(function, model) as call, torch.random.fork_rng(devices=[]):
+    with values_kept(function, model) as call, torch.random.fork_rng(devices=[]):
         random_state = torch.get_rng_state()
         loss = call(outputs, label)
         if not torch.equal(random_state, torch.get_rng_state()):
@@ -121,18 +116,33 @@ def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Mod
 
 
 @contextmanager
-def what_it_keeps_restored(function: LossFunction, model: nn.Module | None = None) -> Iterator[LossCall]:
-    """Whatever a loss function, or a graph of it, changes inside is taken back; gives the function as a module."""
-    call = LossCall(function, model)
-    state, before = ModuleSnapshot(modules_in(call)), [(each, each.clone()) for each in _written_by(call, function)]
-    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
-    with python_restored(modules_in(call), function), _trained_as_before(parameters):
+def values_kept(function: LossFunction, model: nn.Module | None = None) -> Iterator[LossCall]:
+    """What a loss function, or a graph of it, changes inside is taken back; gives the function as a module.
+
+    What is trained is left alone: others may update it meanwhile.
+    """
+    with _python_kept(function, model) as (call, _):
+        kept = [tensor for tensor in _written_by(call, function) if is_plain(tensor) and not tensor.is_meta]
+        before = [(tensor, tensor.clone()) for tensor in kept if not tensor.requires_grad]
         try:
             yield call
         finally:
-            state.restore()
             for tensor, value in before:
-                tensor.data.copy_(value)
+                if not torch.equal(tensor, value):
+                    tensor.data.copy_(value)
+
+
+@contextmanager
+def _python_kept(function: LossFunction, model: nn.Module | None) -> Iterator[tuple[LossCall, ModuleSnapshot]]:
+    """The same for all but what is in tensors; gives what its modules held before, too."""
+    call = LossCall(function, model)
+    state = ModuleSnapshot(modules_in(call))
+    parameters = [*call.parameters(), *(() if model is None else model.parameters())]
+    with python_restored(modules_in(call), function), _trained_as_before(parameters):
+        try:
+            yield call, state
+        finally:
+            state.restore()
 
 
 def _written_by(call: LossCall, function: LossFunction) -> Iterator[torch.Tensor]:

@@ -175,9 +175,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             changes = list(dict.fromkeys([*changed.values(), *now.side_effects(with_gained=knowledge.is_pure)]))
             if knowledge.is_pure:  # in leaves, too, which a copy runs in
                 changes += [*attempt.recorder.findings.not_kept, *filter(None, [state.changed_attribute()])]
-            if knowledge.is_pure and changes:
-                words = f"it changes {', '.join(changes)}, which calls of a graph would not"
-                raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
+                if changes:
+                    words = f"it changes {', '.join(changes)}, which calls of a graph would not"
+                    raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
             printed = printed_graph(traced)
             if not changes or printed == previous:
                 completed.keep_read()

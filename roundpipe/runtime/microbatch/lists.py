@@ -9,7 +9,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.trees import Path
-from roundpipe.runtime.microbatch.split import input_name
+from roundpipe.runtime.microbatch.split import input_name, packed_leaves
 
 
 class UnclearList(NamedTuple):
@@ -32,6 +32,8 @@ def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = 
     inputs = (tuple(args), dict(kwargs))
     found = {path: leaf for path, leaf in trees.walk(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     first = next(iter(found), ())
+    if packed_leaves(inputs):
+        return None
     place = next((first[:depth] for depth in range(2, len(first)) if _is_list(trees.get(inputs, first[:depth]))), None)
     if place is None:
         return None
