@@ -1,6 +1,8 @@
-"""Losses that keep something for later, such as metrics and logs: it is what the microbatches give, and nothing else.
+"""Losses that keep something for later, such as metrics and logs.
 
-Before a round, a loss is traced on fakes, or called with drawn outputs; none of it may be seen afterwards.
+What a loss only leaves behind is that of the whole batch, as its graph gives it. What it reads again, such as a sum of
+all losses so far, is what the microbatches make of it one by one. Before a round, a loss is traced on fakes, or called
+with drawn outputs; none of that may be seen afterwards.
 """
 
 from __future__ import annotations
@@ -90,17 +92,22 @@ def replaced_after_a_decision(keeper: Any, loss: torch.Tensor) -> None:
         keeper.buffer = keeper.buffer + loss
 
 
-WAYS = [
-    new_attribute,
-    new_key,
-    attribute,
-    number,
+def nested(keeper: Any, loss: torch.Tensor) -> None:
+    keeper.latest = {"loss": loss, "percent": [100 * loss, loss.item()]}
+
+
+def number_after_a_decision(keeper: Any, loss: torch.Tensor) -> None:
+    keeper.latest = round(loss.item(), 4)
+
+
+LEFT = [new_attribute, new_key, attribute, number, appended, nested]
+READ = [
     counted,
-    appended,
     other_buffer,
     written_buffer,
     written_after_a_decision,
     replaced_after_a_decision,
+    number_after_a_decision,
 ]
 
 
@@ -122,33 +129,57 @@ def held(keeper: Any) -> dict[str, Any]:
     return {name: getattr(keeper, name, None) for name in names}
 
 
-@pytest.mark.parametrize("keep", WAYS)
-@pytest.mark.parametrize("kind", [Keeper, PlainKeeper])
-@pytest.mark.parametrize("loss_kind", ["function", "module", "function of a module"])
-def test_values_are_those_of_the_microbatches(
+def loss_of_kind(loss_kind: str, keeper: Any, keep: Callable[[Any, torch.Tensor], None]) -> Any:
+    criterion = Criterion(keeper, keep)
+    if loss_kind == "module":
+        return criterion
+    if loss_kind == "function of a module":
+        return lambda outputs, label: criterion(outputs, label)
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(outputs, label)
+        keep(keeper, loss.detach())
+        return loss
+
+    return loss_fn
+
+
+KINDS = pytest.mark.parametrize("kind", [Keeper, PlainKeeper])
+LOSS_KINDS = pytest.mark.parametrize("loss_kind", ["function", "module", "function of a module"])
+
+
+@pytest.mark.parametrize("keep", LEFT)
+@KINDS
+@LOSS_KINDS
+def test_what_is_left_is_that_of_the_batch(
     keep: Callable[[Any, torch.Tensor], None], kind: type[Any], loss_kind: str
 ) -> None:
     net, found, expected = model(), kind(), kind()
+    reference, loss_fn = loss_of_kind(loss_kind, expected, keep), loss_of_kind(loss_kind, found, keep)
+    padded = Y.where(torch.arange(NUMBER) != 2, -100).where(torch.arange(NUMBER) < 9, -100)
+    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
+        for number in (3, 2, 1):
+            loss = reference(net(X), padded)
+            config = roundpipe.RoundPipeRunConfig(num_microbatch=number)
+            given = piped.forward_backward(
+                (X,), label=padded, loss_fn=loss_fn, loss_reduction="mean", run_config=config
+            )
+            torch.testing.assert_close(given, loss.detach())
+            torch.testing.assert_close(held(found), held(expected))
 
-    def loss_with(keeper: Any) -> Any:
-        criterion = Criterion(keeper, keep)
-        if loss_kind == "module":
-            return criterion
-        if loss_kind == "function of a module":
-            return lambda outputs, label: criterion(outputs, label)
 
-        def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            loss = F.cross_entropy(outputs, label)
-            keep(keeper, loss.detach())
-            return loss
-
-        return loss_fn
-
-    reference = loss_with(expected)
+@pytest.mark.parametrize("keep", READ)
+@KINDS
+@LOSS_KINDS
+def test_what_is_read_again_is_that_of_the_microbatches(
+    keep: Callable[[Any, torch.Tensor], None], kind: type[Any], loss_kind: str
+) -> None:
+    net, found, expected = model(), kind(), kind()
+    reference, loss_fn = loss_of_kind(loss_kind, expected, keep), loss_of_kind(loss_kind, found, keep)
     for x, y in zip(X.chunk(3), Y.chunk(3), strict=True):
         reference(net(x), y)
     with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
-        piped.forward_backward((X,), label=Y, loss_fn=loss_with(found), loss_reduction="mean")
+        piped.forward_backward((X,), label=Y, loss_fn=loss_fn, loss_reduction="mean")
     torch.testing.assert_close(held(found), held(expected))
 
 

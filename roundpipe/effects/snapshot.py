@@ -158,12 +158,6 @@ class ModuleSnapshot:
                         return module, name
         return None
 
-    def changed_attribute(self) -> str | None:
-        """The first attribute or buffer that holds something else, in words."""
-        attributes = ((change.module, change.name) for change in self.diff())
-        found = next(attributes, None) or self.rebuilt(self._records)
-        return None if found is None else f"{type(found[0]).__name__}.{found[1]}"
-
     def restore(self) -> None:
         """Puts back attributes, and which buffers there were."""
         for module, record in self._records.items():
@@ -263,18 +257,16 @@ class PythonSnapshot:
         narrowed.reach = replace(self.reach, places=list(self.diff()))
         return narrowed
 
-    def side_effects(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> list[str]:
-        """What the modules' own code has changed, in words; tensors that a dict got count only ``with_gained``.
+    def side_effects(self, expected: PlaceValues | None = None) -> list[str]:
+        """What the modules' own code has changed, in words; not that a dict got tensors.
 
         If ``expected`` is given, neither draws count nor places that hold what it has there.
         """
-        return list(dict.fromkeys(place.words for place in self.changed(expected, with_gained=with_gained)))
+        return list(dict.fromkeys(place.words for place in self.changed(expected)))
 
-    def changed(self, expected: PlaceValues | None = None, *, with_gained: bool = False) -> Iterator[Place]:
+    def changed(self, expected: PlaceValues | None = None) -> Iterator[Place]:
         """The places of `side_effects`."""
-        changed = (place for place in self.diff() if not place.by_hooks)
-        if not with_gained:
-            changed = (place for place in changed if not place.gained_tensors_only())
+        changed = (place for place in self.diff() if not place.by_hooks and not place.gained_tensors_only())
         if expected is not None:
             changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
         return changed

@@ -266,3 +266,10 @@ def flat_sizes(*values: Any) -> list[Any]:
     """The symbolic numbers in some arguments, and every dimension of the tensors."""
     flat = flat_values(*values)
     return [size for value in flat for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+
+
+def tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
+    """The fake of ``torch.tensor(sizes)``; torch itself would fix the sizes, and remember them."""
+    numbers = trees.map_leaves(data, lambda leaf: 2 if isinstance(leaf, Symbolic) else leaf)
+    like = torch.tensor(numbers, **options)
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

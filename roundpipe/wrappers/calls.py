@@ -170,6 +170,7 @@ class ChainRunner(Runner):
         if config.loss_reduction == "mean":
             labels = [label for call in calls for label in call.labels]
             self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
+        calls[0].kept.put(1 if calls[0].counted is None else calls[0].counted.num_ranks)
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 
@@ -289,6 +290,7 @@ class ChainRunner(Runner):
             for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
                 if not calls or calls[-1].chain is not chain:
                     calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
+                    calls[-1].kept = calls[0].kept
                 calls[-1].args.append(piece_args)
                 calls[-1].kwargs.append(piece_kwargs)
                 calls[-1].labels.append(piece_label)

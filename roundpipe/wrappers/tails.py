@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from roundpipe.fx.trace.loss import call_loss, change_of, is_same, trace_loss, v
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
-from roundpipe.runtime.engine.spec import Call, LossFunction
+from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batched_leaf, has_samples_first
 from roundpipe.wrappers.features import hooked_for_loss
 from roundpipe.wrappers.variants import JointChain, JointTail
@@ -85,8 +85,8 @@ class CountedLoss(NamedTuple):
 
     counts: dict[str, float]
     """By name of a term, what it counts for."""
-    function: LossFunction
-    """What computes it as ``loss_fn`` does."""
+    function: Callable[[int, Any, Any], Any]
+    """What computes it as ``loss_fn`` does, given the microbatch's position in its step."""
     is_one_mean: bool
     """See `CountedLosses`."""
     divisors: dict[str, Divisor]
@@ -128,7 +128,7 @@ class TailSource:
         known, examples = found
         for example in examples:
             known.tail.add_tiles(call.chain[-1], example.carry, example.label)
-        return known.tail
+        return known.tail.for_call(call.kept.note, call.first_microbatch)
 
     def counted(self, call: Call) -> list[CountedLoss] | None:
         """The losses of the microbatches; None if their graph, and that of the model's own losses, don't tell."""
@@ -144,7 +144,8 @@ class TailSource:
         microbatches = zip(call.args, call.kwargs, call.labels, strict=True)
         counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
         divisors = counted.divisors
-        return [CountedLoss(own, found[0].tail.loss, counted.is_one_mean, divisors) for own in counts]
+        function = found[0].tail.for_call(call.kept.note, call.first_microbatch).loss
+        return [CountedLoss(own, function, counted.is_one_mean, divisors) for own in counts]
 
     def mixing(self, calls: Iterable[Call]) -> Mixing | None:
         """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
@@ -170,7 +171,8 @@ class TailSource:
             for position, known in enumerate(self._known):
                 if not self._is_for(known, call):
                     continue
-                if (why := change_of(known.function, function) or _failure(known.traced, examples)) is None:
+                changed = change_of(known.function, function, keeps_values=bool(known.traced.kept))
+                if (why := changed or _failure(known.traced, examples)) is None:
                     self._known.insert(0, self._known.pop(position))
                     retraces.note_served(len(examples))
                     return known, examples

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from roundpipe.core.layers import OwnLoss
@@ -76,7 +77,7 @@ def _weigh_terms(calls: Sequence[Call], counted: Sequence[CountedLoss], share: C
         share.tell_terms({name: sum(own[name] for own in counts) for name in counts[0]})
         shares = [JointShares(own, share, divisors=each) for own, each in zip(counts, divisors, strict=True)]
     for call, of_call in _by_call(calls, list(zip(shares, counted, strict=True))):
-        functions = [each.function for _, each in of_call]
+        functions = [partial(each.function, microbatch) for microbatch, (_, each) in enumerate(of_call)]
         call.counted = CountedTerms([own for own, _ in of_call], functions, total, joint)
 
 

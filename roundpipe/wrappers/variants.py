@@ -226,9 +226,9 @@ class JointTail:
         self._tails = tails
         self.first_loss = next(iter(tails.values())).first_loss
 
-    def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
+    def __call__(self, layer: nn.Module, carry: Carry, label: Any, microbatch: int | None = None) -> Any:
         assert isinstance(layer, JointLayer)
-        return self._tails[carry[VARIANT]](*layer.up_to_last(carry), label)
+        return self._tails[carry[VARIANT]](*layer.up_to_last(carry), label, microbatch)
 
     def is_of_loss(self, error: BaseException) -> bool:
         return any(tail.is_of_loss(error) for tail in self._tails.values())

@@ -7,7 +7,7 @@ The tracer writes it; the cost model, the partition and the code generator read 
     call_module     a leaf: a module of the model that runs as its author wrote it
     call_function   glue; also accessors (`getitem` / `getattr` of a value that is not a tensor)
     call_method     glue
-    output          last; its argument is the tuple of the nodes that the output template names
+    output          last; its argument is the tuple of the nodes that the output template names, and what is kept
 
 Every node but the output has a ``value``: the fake tensor or symbolic number it stands for, or None
 (a structure whose parts are taken out by accessors, an arbitrary object, or nothing).
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -34,6 +34,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import parameters_in
+from roundpipe.effects.kept import Kept
 from roundpipe.fx.graph.nodes import draws_random, has_effect, hint, modes_of, mutated_by, value_of, writes_buffers
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import Symbolic, expression_of
@@ -57,6 +58,20 @@ class OutputValue:
         return hash((OutputValue, self.name))
 
 
+class OutputNumber(OutputValue):
+    """The same of a tensor with one element, as a number of Python's."""
+
+    __slots__ = ()
+
+
+class KeptValue(NamedTuple):
+    """What the model's code leaves in Python whenever it runs, which calls of a graph give beside its output."""
+
+    place: Kept
+    value: Any
+    """A template, as that of the output."""
+
+
 def output_names(template: Any) -> list[str]:
     """The names in an output template, in the order of `roundpipe.core.trees.walk`."""
     return [leaf.name for leaf in trees.leaves(template) if isinstance(leaf, OutputValue)]
@@ -77,6 +92,10 @@ class TracedGraph:
     """Placeholders of tensors that every microbatch has whole, where the example is known to be one of several."""
     output: Any = None
     """The model's output with an `OutputValue` in place of every tensor and symbolic number."""
+    kept: Sequence[KeptValue] = ()
+    """Of a loss function."""
+    added: frozenset[str] = frozenset()
+    """Names of values that are kept, and of which those of microbatches add up to that of the batch."""
     example_elements: int = 0
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)
@@ -109,9 +128,14 @@ class TracedGraph:
 
     @property
     def outputs(self) -> list[Node]:
-        """The nodes that the output template names, each once, in the template's order."""
+        """The nodes that the output template and what is kept name, each once, in their order."""
         by_name = {node.name: node for node in self.graph.nodes}
-        return list(dict.fromkeys(by_name[name] for name in output_names(self.output)))
+        return list(dict.fromkeys(by_name[name] for name in self.returned_names))
+
+    @property
+    def returned_names(self) -> list[str]:
+        """The names in the output template, and in those of what is kept."""
+        return output_names((self.output, [value for _, value in self.kept]))
 
     @property
     def output_places(self) -> dict[trees.Path, Node]:
@@ -235,8 +259,8 @@ def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
         yield "its argument must be a tuple of nodes"
         return
     names = [item.name for item in values if isinstance(item, Node)]
-    if names != output_names(traced.output):
-        yield f"it returns {names}, the output template names {output_names(traced.output)}"
+    if names != traced.returned_names:
+        yield f"it returns {names}, the output template names {traced.returned_names}"
 
 
 def printed_graph(traced: TracedGraph) -> str:

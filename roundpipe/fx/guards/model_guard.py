@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
@@ -23,6 +23,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.module_tree import modules_in
+from roundpipe.effects.kept import Kept, KeptPlaces
 from roundpipe.effects.places import (
     CLASS,
     CONTAINER,
@@ -68,6 +69,8 @@ class OwnChanges:
     places: PlaceValues = field(default_factory=dict)
     counts: list[str] = field(default_factory=list)
     """What it changes at every call, in words."""
+    kept: Sequence[Kept] = ()
+    """Values that it leaves and never reads: anything may be in their places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class ModelGuard:
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
         self._quick = QuickComparison(self._python.reach.places)
+        self._kept = KeptPlaces(own.kept, self._python.reach.places)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
@@ -254,7 +258,10 @@ class ModelGuard:
         return None
 
     def _change_of_python(self) -> Failure | None:
-        place = next(self._python.changed(self.own.places), None)
+        if words := self._kept.are_elsewhere():
+            return Failure(f"{words} holds another object, in which values are kept")
+        changed = self._python.changed(self.own.places)
+        place = next((place for place in changed if not self._kept.explain(place)), None)
         if place is None:
             return None
         now = place.now()
@@ -266,7 +273,8 @@ class ModelGuard:
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
         """Whether the forward itself puts such a value there."""
-        return self.own.values.get((module, name)) == kind_and_value(value)
+        is_kept = self._kept.has(module.__dict__, name)
+        return is_kept or self.own.values.get((module, name)) == kind_and_value(value)
 
     def _keeps_more(self, leaf: nn.Module, hooks: Mapping[int, Any], known: Mapping[int, Any]) -> bool:
         """Whether a leaf has a new hook that keeps something, other than those that the forward installs."""

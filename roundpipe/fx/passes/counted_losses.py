@@ -6,7 +6,7 @@ its own graph shows. And where a function returns a weight beside each loss, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
@@ -112,18 +112,29 @@ def _by_terms(
     given = {node: _term_of(each) for node, each in by_node.items()}
     nodes = _scalars(loss, losses) or ()
     found = {node: combination(loss, node, of_label, given) for node in nodes}
+    sums = _sums(loss, whole) if None in found.values() or loss.kept else {}
     if None in found.values():
-        sums = _sums(loss, whole)
         found = {node: combination(loss, node, of_label, given, sums) for node in nodes}
     parts = {node: each for node, each in found.items() if each is not None}
     if not parts or len(parts) < len(found) or not any(each.has_mean for each in parts.values()):
         return None
-    terms = {term for each in parts.values() for term in each.terms}
+    kept = {node: combination(loss, node, of_label, given, sums) for node in _kept_scalars(loss)}
+    # what is a number of targets, or of hits, is no mean
+    kept_parts = {node: each for node, each in kept.items() if each and (_is_float(node) or not each.counts)}
+    terms = {term for each in (*parts.values(), *kept_parts.values()) for term in each.terms}
     weighed_before = {each.path: each for node, each in by_node.items() if node in terms and each.has_terms}
-    weighed = _weigh(loss, parts)
+    weighed = _weigh(loss, parts, kept_parts)
     is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
     is_one_mean = is_one_mean and all(term.divisor is None for term in weighed.values())
     return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean)
+
+
+def _kept_scalars(loss: TracedGraph) -> Iterator[Node]:
+    """The scalars that a function leaves in Python."""
+    nodes = {node.name: node for node in loss.graph.nodes}
+    names = dict.fromkeys(output_names([value for _, value in loss.kept]))
+    values = ((node, value_of(node)) for node in map(nodes.__getitem__, names))
+    return (node for node, value in values if isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _sums(loss: TracedGraph, whole: Collection[trees.Path]) -> dict[Node, SampleSum]:
@@ -147,11 +158,16 @@ def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: Argument
     return CountedLosses((), _weigh(loss, parts), is_one_mean=len(parts) == 1)
 
 
-def _weigh(loss: TracedGraph, parts: Mapping[Node, Combination]) -> dict[str, Term]:
-    terms = {node: each.terms[node] for each in parts.values() for node in each.counts}
+def _weigh(
+    loss: TracedGraph, parts: Mapping[Node, Combination], kept: Mapping[Node, Combination] = MappingProxyType({})
+) -> dict[str, Term]:
+    """Weighs the terms of losses, and of what is kept beside them; gives all terms."""
+    terms = {node: each.terms[node] for each in (*parts.values(), *kept.values()) for node in each.counts}
     names = {node: f"loss_fn {position}" for position, node in enumerate(terms)}
     for node, each in parts.items():
         weigh(loss, node, each, names)
+    for node, each in kept.items():
+        weigh(loss, node, each, names, is_kept=True)
     return {names[node]: term for node, term in terms.items()}
 
 
@@ -164,7 +180,12 @@ def _scalars(loss: TracedGraph, losses: Any) -> list[Node] | None:
 
 def _is_scalar(node: Node) -> bool:
     value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and _is_float(node)
+
+
+def _is_float(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _weight(loss: TracedGraph, weight: Any, of_label: ArgumentValues) -> Count | None:

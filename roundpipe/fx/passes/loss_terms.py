@@ -21,13 +21,13 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
+from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
 from roundpipe.fx.passes.row_losses import RowLoss
 from roundpipe.fx.passes.sample_sums import SampleSum
 
 _COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
-_UNARY = (*_COPIES, "neg", "negative")
+_UNARY = (*_COPIES, "neg", "negative", "detach", "cpu")
 _SUMS = ("add", "radd", "sub", "rsub", "subtract")
 _PRODUCTS = ("mul", "rmul", "multiply")
 _QUOTIENTS = ("div", "truediv", "true_divide", "divide")
@@ -89,8 +89,13 @@ def combination(
     return found if writers <= found.between.keys() else None  # what is written may be read through a view
 
 
-def weigh(traced: TracedGraph, scalar: Node, found: Combination, names: Mapping[Node, str]) -> None:
-    """Give as output, in place of a scalar, the same combination with its terms weighed, by their ``names``."""
+def weigh(
+    traced: TracedGraph, scalar: Node, found: Combination, names: Mapping[Node, str], *, is_kept: bool = False
+) -> None:
+    """Give as output, in place of a scalar, the same combination with its terms weighed, by their ``names``.
+
+    Or as what ``is_kept``, which adds up then.
+    """
     copies: dict[Node, Node] = {}
     for node in found.counts:
         with traced.graph.inserting_after(traced.placeholders[-1] if node.op == "placeholder" else node):
@@ -102,11 +107,19 @@ def weigh(traced: TracedGraph, scalar: Node, found: Combination, names: Mapping[
         if has_effect(node):  # what was made in place is made anew
             copies[node].op, copies[node].target = "call_method", _name(node)
         _describe(copies[node], node)
-    before, after = OutputValue(scalar.name), OutputValue(copies.get(scalar, scalar).name)
-    traced.output = trees.map_leaves(traced.output, lambda leaf: after if leaf == before else leaf)
+    before, name = OutputValue(scalar.name), copies.get(scalar, scalar).name
+
+    def replaced(leaf: Any) -> Any:
+        return type(leaf)(name) if leaf == before else leaf
+
+    if is_kept:
+        traced.kept = [KeptValue(place, trees.map_leaves(value, replaced)) for place, value in traced.kept]
+        traced.added |= {name}
+    else:
+        traced.output = trees.map_leaves(traced.output, replaced)
     *_, output = traced.graph.nodes
     by_name = {node.name: node for node in traced.graph.nodes}
-    output.args = (tuple(by_name[name] for name in output_names(traced.output)),)
+    output.args = (tuple(by_name[name] for name in traced.returned_names),)
 
 
 def _describe(node: Node, original: Node) -> None:

@@ -14,7 +14,7 @@ import copy
 import linecache
 import operator
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry
 from roundpipe.core.tiling import num_tiles
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.effects.kept import Kept, KeptLeaf
+from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
 from roundpipe.fx.passes.generated import Generated, sizes_key
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS
 from roundpipe.fx.passes.loss_terms import sources
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
+
+NoteKept = Callable[[int, Sequence[Kept], list[Any]], None]
+"""Takes the position of a microbatch in its call, and what the loss function leaves of it where."""
 
 
 class JoinedTail:
@@ -45,6 +49,9 @@ class JoinedTail:
     def __init__(self, layer: Layer, exit: OutputExit, loss: TracedGraph) -> None:
         self._loss: nn.Module = (joined := whole_graph(loss))
         self._template = loss.output
+        self._kept, self._added = loss.kept, loss.added
+        self._note_kept: NoteKept | None = None
+        self._first_microbatch = 0
         self._arguments = dict(loss.input_paths)
         self._labels: dict[str, trees.Path] = {}
         """By name in the carry, the path into the label."""
@@ -87,23 +94,43 @@ class JoinedTail:
         if key not in self._programs:
             self._programs[key] = tiled_program(self.graph, self.root(layer), values)
 
-    def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
+    def for_call(self, note_kept: NoteKept, first_microbatch: int) -> JoinedTail:
+        """The same for a step that begins with one of a call's microbatches; it tells what the loss function leaves."""
+        if not self._kept:
+            return self
+        other = copy.copy(self)
+        other._note_kept, other._first_microbatch = note_kept, first_microbatch
+        return other
+
+    def __call__(self, layer: nn.Module, carry: Carry, label: Any, microbatch: int | None = None) -> Any:
         values = self.values(carry, label)
         device = next((tensor.device for tensor in trees.tensors(values)), None)
         program = self._programs.get(sizes_key(values.values())) if num_tiles() > 1 else None
         made = (program or self._forward)(self.root(layer, device), values)
-        return self._filled(made)
+        return self._filled(made, microbatch)
 
-    def _filled(self, made: Carry) -> Any:
+    def _filled(self, made: Carry, microbatch: int | None) -> Any:
+        """What the loss function returns; what it leaves of a microbatch is noted."""
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, OutputValue):
+                return leaf
+            is_number, is_added = isinstance(leaf, OutputNumber), leaf.name in self._added
+            return KeptLeaf(made[leaf.name], is_number=is_number, is_added=is_added)
+
+        if microbatch is not None and self._note_kept is not None:
+            values = [trees.map_leaves(value, kept) for _, value in self._kept]
+            places = [place for place, _ in self._kept]
+            self._note_kept(self._first_microbatch + microbatch, places, values)
         return trees.map_leaves(self._template, lambda leaf: made[leaf.name] if isinstance(leaf, OutputValue) else leaf)
 
-    def loss(self, outputs: Any, label: Any) -> Any:
-        """What the loss function returns, as its graph is."""
+    def loss(self, microbatch: int, outputs: Any, label: Any) -> Any:
+        """The same from the model's outputs, as the loss function's graph is."""
         arguments = {OUTPUTS: outputs, LABEL: label}
         carry = {name: trees.get(arguments, tuple(path)) for name, (_, *path) in self._arguments.items()}
         device = next((tensor.device for tensor in trees.tensors(carry)), None)
         function: Any = self.root(nn.Module(), device).loss
-        return self._filled(function(carry))
+        return self._filled(function(carry), microbatch)
 
     def is_of_loss(self, error: BaseException) -> bool:
         """Whether an error was raised by what was the loss function: by the line of generated code that ran."""

@@ -26,13 +26,12 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import has_hooks
-from roundpipe.effects.reach import ReachedState
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
-from roundpipe.fx.graph.traced import OutputValue, lint
+from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
@@ -41,6 +40,7 @@ from roundpipe.fx.sizes import flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
+from roundpipe.fx.trace.kept import Holders, KeptOnFakes, NumberOfTensor, find_kept
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
@@ -56,25 +56,33 @@ class Attempt:
 
     Args:
         outside: the modules before the first run, but for what leaves set themselves.
-        reach: what the model's code reaches, beside methods of modules.
+        python: what the model's code reaches, beside methods of modules.
+        keeping: of a forward that should be pure, the modules and containers in which this run may leave values.
     """
 
     def __init__(
-        self, world: FakeWorld, form: CallForm, knowledge: Knowledge, outside: ModuleSnapshot, reach: ReachedState
+        self,
+        world: FakeWorld,
+        form: CallForm,
+        knowledge: Knowledge,
+        outside: ModuleSnapshot,
+        python: PythonSnapshot,
+        keeping: tuple[ModuleSnapshot, Holders] | None = None,
     ) -> None:
         self._world = world
         self._form = form
         self._knowledge = knowledge
-        self._reach = reach
+        self._python = python
+        self._keeping = keeping
         self._call_modes = CallModes.current()
-        self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
+        self.recorder = CallRecorder(world, Modes.current(), knowledge.needs, keeps_numbers=knowledge.is_pure)
         modules = named_modules_in(world.model)
         hooked = [name for name, module in modules.items() if has_hooks(module)]
         names = world.name_of_module
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         inside = modules_in(world.twin)
         self._before = ModuleSnapshot(inside)
-        readers = Readers(map(type, inside), reach.codes)
+        readers = Readers(map(type, inside), python.reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
         self._before_hooks = {  # a module that an earlier forward put into the twin is no module of the user's
@@ -82,33 +90,45 @@ class Attempt:
         }
         world.shapes.on_assumption = self._refuse_other_sizes
         self._python_random = python_random_state()
+        self.kept: list[KeptOnFakes] = []
+        """What a forward that should be pure leaves in Python."""
+        self.lost: list[str] = []
+        """What it changes otherwise."""
 
     def run(self) -> GuardedGraph:
         recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
-            with intercepting(self, world.model, self._reach.cells), world.entered(), recorder.watch, recorder:
+            with intercepting(self, world.model, self._python.reach.cells), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
                 before = contents_of(*arguments)
                 out = world.twin(*arguments[0], **arguments[1])
                 recorder.paused += 1
                 self._refuse_changed_arguments(before, arguments, out)
                 template, nodes = self._output_template(out)
+            if self._keeping is not None:
+                modules, left = self._keeping
+                self.kept, self.lost = find_kept(world, modules, self._python, left)
+            kept, kept_nodes = self._output_template([each.value for each in self.kept], is_kept=True)
+            nodes += kept_nodes
             self._keep_whole_what_fixes_sizes()
             self._refuse_changed_modules()
             recorder.builder.traced.graph.output(tuple(nodes))
             if python_random_state() != self._python_random:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(TraceError(words, TraceCause.RANDOM))
-            return self._closed_graph(template)
+            return self._closed_graph(template, kept)
         finally:
             recorder.watch.undo_real_writes()
 
-    def _output_template(self, out: Any) -> tuple[Any, list[Node]]:
+    def _output_template(self, out: Any, *, is_kept: bool = False) -> tuple[Any, list[Node]]:
         """What a forward returned with names of nodes in place of tensors and sizes, and these nodes, in order."""
         nodes: list[Node] = []
 
         def place(leaf: Any) -> Any:
+            if isinstance(leaf, NumberOfTensor):
+                nodes.append(self.recorder.builder.tensor_argument(leaf.tensor))
+                return OutputNumber(nodes[-1].name)
             if not flat_values(leaf):
                 return leaf
             if isinstance(leaf, torch.Size):
@@ -119,9 +139,9 @@ class Attempt:
             nodes.append(argument)
             return OutputValue(argument.name)
 
-        return trees.map_leaves(out, place) if flat_values(out) else out, nodes
+        return trees.map_leaves(out, place) if flat_values(out) or is_kept else out, nodes
 
-    def _closed_graph(self, template: Any) -> GuardedGraph:
+    def _closed_graph(self, template: Any, kept: list[Any]) -> GuardedGraph:
         """The graph with its guards, and without glue that nothing reads."""
         world, builder, findings = self._world, self.recorder.builder, self.recorder.findings
         traced = builder.traced
@@ -135,6 +155,7 @@ class Attempt:
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
                 graph.erase_node(node)
         traced.output = template
+        traced.kept = [KeptValue(each.place, value) for each, value in zip(self.kept, kept, strict=True)]
         traced.example_elements = sum(tensor.numel() for tensor in trees.tensors(world.real_arguments))
         traced.opaque = self._leaves.opaque()
         compiled = {world.name_of_module[module]: module for module in filter(is_compiled, self.glue.modules)}
@@ -202,6 +223,10 @@ class Attempt:
             name = self._world.name_of_module[other] or type(other).__name__
             raise Retry(TraceError(f"the forward leaves {name} in another mode of training"))
 
+    def has_kept(self, change: AttributeChange) -> bool:
+        """Whether an attribute has got what is kept."""
+        return any(each.is_in(change.module.__dict__, change.name) for each in self.kept)
+
     def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
         changes = sorted(self._before.diff(self.glue.modules), key=operator.attrgetter("position"))
@@ -223,7 +248,7 @@ class Attempt:
         glue = {real[module] for module in self.glue.modules}
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self.recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in modules_in(leaf) if inner in real}
-        own = OwnChanges(places=places, counts=counts)
+        own = OwnChanges(places=places, counts=counts, kept=[each.place for each in self.kept])
         for module, name, _, value, _ in changed:
             if module in self.glue.modules:
                 own.values[real[module], name] = kind_and_value(value)
@@ -240,7 +265,7 @@ class Attempt:
         """
         for place in sorted(python.diff(), key=lambda place: place.by_hooks):
             activations = [item for item in flat_values(place.now()) if self.glue.is_activation(item)]
-            if activations and not place.by_hooks:
+            if activations and not place.by_hooks and not self._knowledge.is_pure:
                 words = f"{place.words} holds an activation after the forward"
                 raise Retry(TraceError(words, TraceCause.ACTIVATION_LEFT))
             if any(activation.requires_grad for activation in activations):

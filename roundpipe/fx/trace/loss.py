@@ -22,7 +22,7 @@ from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import is_plain
 from roundpipe.effects.outside import refused_outside
-from roundpipe.effects.places import are_other_numbers
+from roundpipe.effects.places import CONTAINERS, are_other_numbers
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
@@ -90,10 +90,8 @@ def trace_loss(
     Raises:
         TraceError: it can't be traced, or does more than compute.
     """
-    with _python_kept(function, model) as (call, state), torch.enable_grad():
+    with _python_kept(function, model) as call, torch.enable_grad():
         traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
-        if changed := state.changed_attribute():  # code that names a module from outside has it, and no twin
-            raise TraceError(f"it changes {changed}, which calls of a graph would not", TraceCause.STATE)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced
@@ -121,7 +119,7 @@ def values_kept(function: LossFunction, model: nn.Module | None = None) -> Itera
 
     What is trained is left alone: others may update it meanwhile.
     """
-    with _python_kept(function, model) as (call, _):
+    with _python_kept(function, model) as call:
         kept = [tensor for tensor in _written_by(call, function) if is_plain(tensor) and not tensor.is_meta]
         before = [(tensor, tensor.clone()) for tensor in kept if not tensor.requires_grad]
         try:
@@ -133,14 +131,14 @@ def values_kept(function: LossFunction, model: nn.Module | None = None) -> Itera
 
 
 @contextmanager
-def _python_kept(function: LossFunction, model: nn.Module | None) -> Iterator[tuple[LossCall, ModuleSnapshot]]:
-    """The same for all but what is in tensors; gives what its modules held before, too."""
+def _python_kept(function: LossFunction, model: nn.Module | None) -> Iterator[LossCall]:
+    """The same for all but what is in tensors."""
     call = LossCall(function, model)
     state = ModuleSnapshot(modules_in(call))
     parameters = [*call.parameters(), *(() if model is None else model.parameters())]
     with python_restored(modules_in(call), function), _trained_as_before(parameters):
         try:
-            yield call, state
+            yield call
         finally:
             state.restore()
 
@@ -204,10 +202,15 @@ def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
     return len(function.__closure__ or ()) - len(cells), cells, function.__defaults__, function.__kwdefaults__
 
 
-def change_of(before: Any, now: Any) -> Failure | None:
-    """Why a function is not the same as one before; None if it is."""
+def change_of(before: Any, now: Any, *, keeps_values: bool = False) -> Failure | None:
+    """Why a function is not the same as one before; None if it is.
+
+    One that ``keeps_values`` may keep them in what it holds, which must be the same objects then.
+    """
     if is_same(before, now):
-        return None
+        pairs = _held_pairs(before, now) if keeps_values and before is not now else ()
+        others = (name for name, one, other in pairs if one is not other and isinstance(one, CONTAINERS))
+        return next((Failure(f"{name} is another object, in which it may keep values") for name in others), None)
     for name, one, other in _held_pairs(before, now):
         if are_other_numbers(one, other):
             return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)

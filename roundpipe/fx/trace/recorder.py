@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import safe_point
@@ -43,16 +42,17 @@ from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import (
     SizeFixed,
-    Symbolic,
     expression_of,
     flat_sizes,
     flat_tensors,
     flat_values,
     is_data_dependent,
+    tensor_of_sizes,
 )
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.draws import known_of_draws
+from roundpipe.fx.trace.kept import NumberOfTensor
 from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
 from roundpipe.fx.trace.probe import probe_function, probe_sizes
 
@@ -88,7 +88,9 @@ class Findings:
 class CallRecorder(TorchFunctionMode):
     """Turns the calls of one attempt into a graph; ``base`` are the modes around the whole model."""
 
-    def __init__(self, world: FakeWorld, base: Modes, needs: Collection[Need] = ()) -> None:
+    def __init__(
+        self, world: FakeWorld, base: Modes, needs: Collection[Need] = (), *, keeps_numbers: bool = False
+    ) -> None:
         super().__init__()
         self.world = world
         self.base = base
@@ -101,6 +103,7 @@ class CallRecorder(TorchFunctionMode):
         self.asks_for_grad = ""
         """Where the code of a leaf asked whether gradients are recorded, if it did."""
         self._specializes_sizes = Need.SPECIALIZED_SIZES in needs
+        self._keeps_numbers = keeps_numbers
         self._raised = (0, "")
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
@@ -168,6 +171,8 @@ class CallRecorder(TorchFunctionMode):
                 answer = known_of_draws(self.builder.node_of.get(args[0]))
             if answer is not UNKNOWN:
                 return answer
+            if name == "item" and self._keeps_numbers and args[0] in self.builder.node_of:
+                return NumberOfTensor(args[0], self._refuse_number)
         if func in AUTOGRAD:
             error = TraceError(f"{name} runs autograd inside the forward, which a first run does without")
             raise self.give_up(error, is_stateful=True)
@@ -280,7 +285,7 @@ class CallRecorder(TorchFunctionMode):
         """The result on fakes, of the example's data or of a probe, and whether it is a probe's."""
         if func is torch.tensor and flat_values(args):
             if not flat_tensors(args):
-                return _tensor_of_sizes(*args, **kwargs), False
+                return tensor_of_sizes(*args, **kwargs), False
             known = self.data.fake_of_answer(func, args, kwargs)
             if known is not None:
                 return known, False
@@ -313,6 +318,9 @@ class CallRecorder(TorchFunctionMode):
             raise self.needs_data(error, name) from error
         self._raised = id(error), name
         raise error
+
+    def _refuse_number(self) -> NoReturn:
+        raise self.needs_data(TypeError("a number is asked for"), "item")
 
     def needs_data(self, error: BaseException, name: str = "") -> Retry:
         """What ends the attempt when glue asks for data that only running the model gives."""
@@ -386,10 +394,3 @@ class CallRecorder(TorchFunctionMode):
             return self.give_up(TraceError(words, TraceCause.UNTRACED_VALUE))
         words = f"a tensor made inside {leaf} is used outside, but {leaf} did not return it"
         return Retry(TraceError(words, TraceCause.UNTRACED_VALUE), leaf, Decision.DESCEND, hands_on=True)
-
-
-def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
-    """The fake of ``torch.tensor(sizes)``; torch itself would fix the sizes, and remember them."""
-    numbers = trees.map_leaves(data, lambda leaf: 2 if isinstance(leaf, Symbolic) else leaf)
-    like = torch.tensor(numbers, **options)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

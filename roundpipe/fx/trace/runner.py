@@ -363,7 +363,7 @@ class GlueRunner:
 
     def _refuse_kept_activations(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
         """An activation left in an attribute would not be there at run time."""
-        if self.hands_on(module):
+        if self.hands_on(module) or self._knowledge.is_pure:  # what is left is looked at in the end
             return
         for key, value in module.__dict__.items():
             if key in ("_buffers", "_parameters", "_modules"):

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt, OtherSizes
 from roundpipe.fx.trace.decisions import Knowledge, Retry
 from roundpipe.fx.trace.intercept import TRACING
+from roundpipe.fx.trace.kept import Holders, are_alike
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ def trace(
             data; dim 0 of floats and every dimension of integers become symbols.
         max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
         dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
-        is_pure: a forward that changes anything in Python is refused; it never runs on data.
+        is_pure: a forward that changes anything in Python is refused, unless it only leaves values that it computes,
+            which are `TracedGraph.kept`; it never runs on data.
         batch: the arguments of which the example is a piece, by whose data the model's code decides.
 
     Returns:
@@ -123,7 +125,8 @@ def _trace(
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
         try:
-            traced, traced_parts = _stable_trace(world, form, knowledge)
+            attempts = _pure_trace if knowledge.is_pure else _stable_trace
+            traced, traced_parts = attempts(world, form, knowledge)
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue
@@ -149,35 +152,21 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     inside = modules_in(world.twin)
     state, python = ModuleSnapshot(inside), PythonSnapshot([*inside, *modules_in(world.model)])
     outside = state.copied()
-    hashes = [(module, hash(module)) for module in inside if type(module).__hash__ is not object.__hash__]
+    refuse_changes = _Refusals(world, inside, python)
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: PlaceValues = {}
     completed, is_stable = CompletedTexts([]), False
-    for place, kind in python.reach.closed.items():
-        words = f"it uses {place}, of type {kind}, and nothing tells how a call changes that"
-        raise _refusal(world, place, TraceError(words, TraceCause.OPAQUE_STATE))
     try:
         for _ in range(MAX_SETTLING_RUNS):
-            attempt = Attempt(world, form, knowledge, outside, python.reach)
+            attempt = Attempt(world, form, knowledge, outside, python)
             traced = attempt.run()
-            if other := next((module for module, own in hashes if hash(module) != own), None):
-                words = f"it changes a {type(other).__name__}, whose own hash tells of what it holds"
-                raise _refusal(world, type(other).__name__, TraceError(words, TraceCause.STATE))
             now = python.narrowed()
-            for drawn in (place.words for place in now.diff() if place.kind == "random"):
-                words = f"it draws random numbers from {drawn}, which a graph would specialize"
-                raise _refusal(world, drawn, TraceError(words, TraceCause.RANDOM))
-            attempt.refuse_activations(now)
+            refuse_changes(attempt, now)
             changed.update(attempt.changed_attributes())
             seen = {(type(module), attribute) for module, attribute in changed}
             knowledge = replace(knowledge, seen_to_set=knowledge.seen_to_set | seen)
-            changes = list(dict.fromkeys([*changed.values(), *now.side_effects(with_gained=knowledge.is_pure)]))
-            if knowledge.is_pure:  # in leaves, too, which a copy runs in
-                changes += [*attempt.recorder.findings.not_kept, *filter(None, [state.changed_attribute()])]
-                if changes:
-                    words = f"it changes {', '.join(changes)}, which calls of a graph would not"
-                    raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
+            changes = list(dict.fromkeys([*changed.values(), *now.side_effects()]))
             printed = printed_graph(traced)
             if not changes or printed == previous:
                 completed.keep_read()
@@ -209,6 +198,75 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     words = f"it sets {', '.join(changes)}, and what it computes depends on that"
     facts = TraceFacts(changes=tuple(changes), stateful=stateful)
     raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE, facts))
+
+
+class _Refusals:
+    """What ends an attempt whatever comes of it; closed state does at once."""
+
+    def __init__(self, world: FakeWorld, modules: Collection[nn.Module], python: PythonSnapshot) -> None:
+        self._world = world
+        self._hashes = [(module, hash(module)) for module in modules if type(module).__hash__ is not object.__hash__]
+        for place, kind in python.reach.closed.items():
+            words = f"it uses {place}, of type {kind}, and nothing tells how a call changes that"
+            raise _refusal(world, place, TraceError(words, TraceCause.OPAQUE_STATE))
+
+    def __call__(self, attempt: Attempt, now: PythonSnapshot) -> None:
+        if other := next((module for module, own in self._hashes if hash(module) != own), None):
+            words = f"it changes a {type(other).__name__}, whose own hash tells of what it holds"
+            raise _refusal(self._world, type(other).__name__, TraceError(words, TraceCause.STATE))
+        for drawn in (place.words for place in now.diff() if place.kind == "random"):
+            words = f"it draws random numbers from {drawn}, which a graph would specialize"
+            raise _refusal(self._world, drawn, TraceError(words, TraceCause.RANDOM))
+        attempt.refuse_activations(now)
+
+
+def _pure_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[GuardedGraph, Callable[[], Any]]:
+    """The graph of a forward that does nothing but compute, and leave values that it does not read.
+
+    The second is as that of `_stable_trace`.
+
+    Raises:
+        Retry: an attempt failed, or it does more.
+    """
+    inside = modules_in(world.twin)
+    modules = [*inside, *modules_in(world.model)]
+    state, python = ModuleSnapshot(modules), PythonSnapshot(modules)  # code that names a module has no twin of it
+    refuse_changes, outside = _Refusals(world, modules, python), ModuleSnapshot(inside)
+
+    def run(present: PythonSnapshot, before: ModuleSnapshot, left: Holders) -> tuple[GuardedGraph, Attempt]:
+        attempt = Attempt(world, form, knowledge, outside, present, keeping=(before, left))
+        traced = attempt.run()
+        refuse_changes(attempt, present.narrowed())
+        own = [change for change in before.diff() if not attempt.has_kept(change)]  # leaves', too, which a copy runs in
+        lost = [*attempt.lost, *attempt.recorder.findings.not_kept]
+        lost += [f"{type(change.module).__name__}.{change.name}" for change in own]
+        lost += [f"{type(module).__name__}.{name}" for module, name in filter(None, [before.rebuilt(modules)])]
+        if lost:
+            words = f"it changes {', '.join(dict.fromkeys(lost))}, which calls of a graph would not"
+            raise _refusal(world, lost[0], TraceError(words, TraceCause.STATE))
+        return traced, attempt
+
+    try:
+        traced, attempt = run(python, state, {})
+        if attempt.kept:
+            kept, printed = attempt.kept, printed_graph(traced)
+            python.restore()
+            state.restore()
+            names = ", ".join(dict.fromkeys(each.place.words for each in kept))
+            words = f"it sets {names}, and what it does next depends on that"
+            is_read = _refusal(world, kept[0].place.words, TraceError(words, TraceCause.STATE))
+
+            def refuse() -> NoReturn:
+                raise is_read
+
+            left = {key: holder for each in kept for key, holder in each.put_unread(refuse).items()}
+            traced, attempt = run(PythonSnapshot(modules), ModuleSnapshot(modules), left)
+            if printed_graph(traced) != printed or not are_alike(kept, attempt.kept):
+                refuse()
+        return traced, functools.partial(attempt.traced_parts, [], {}, [])
+    finally:
+        python.restore()
+        state.restore()
 
 
 def _refusal(world: FakeWorld, place: str, error: TraceError) -> Retry:

@@ -32,6 +32,7 @@ from roundpipe.runtime.engine.allocator_room import StepRetries
 from roundpipe.runtime.engine.losses import CountedTerms, Mean, OwnMean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
+from roundpipe.runtime.microbatch.kept import KeptOfCall
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers, LatestFrozenLayers
 from roundpipe.runtime.weights.layer_weights import LayerWeights
@@ -81,6 +82,8 @@ class Call:
     """Whether trained weights live on the device, all or those of some layers."""
     make_tail: MakeTail | None = None
     """Makes the loss a part of the last layer, if it can be."""
+    kept: KeptOfCall = field(default_factory=KeptOfCall)
+    """What ``loss_fn`` leaves in Python where its graph runs in its place; of the whole call."""
     _tail: tuple[Tail | None] | None = None
     _hooks: list[tuple[int, nn.Module, Any]] | None = None
     _inventory: Inventory | None = None

@@ -286,7 +286,7 @@ class Stage:
         tail = self.spec.tail
         assert tail is not None
         try:
-            return tail(self.layers[index].module, values, label)
+            return tail(self.layers[index].module, values, label, microbatch)
         except BaseException as error:
             if tail.is_of_loss(error):
                 note_place(error, self._place(microbatch, "loss_fn"))

@@ -1,0 +1,69 @@
+"""What the microbatches of a call leave in Python, put there once the call is over, as the whole batch would.
+
+A mean that the graph of the loss weighs adds up to that of the batch. Of anything else the last microbatch's stays, or
+all of them where each is appended to a list.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.effects.kept import Kept, KeptLeaf
+
+
+class KeptOfCall:
+    """By microbatch, what is left; whichever thread has it tells it."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Sequence[Kept], list[Any]]] = {}
+
+    def note(self, microbatch: int, places: Sequence[Kept], values: list[Any]) -> None:
+        """Values of one microbatch, with a `KeptLeaf` in place of each that was computed; takes the place of others.
+
+        Args:
+            microbatch: its position in the whole call.
+            places: where the values are to be, one for each.
+        """
+        self._values[microbatch] = places, values
+
+    def put(self, num_ranks: int = 1) -> None:
+        """Leave all of it, on the host and without a graph.
+
+        Args:
+            num_ranks: that have parts of the batch, of which the means are weighed in all.
+        """
+        if not self._values:
+            return
+        each = [self._values[microbatch] for microbatch in sorted(self._values)]
+        places, _ = each[-1]
+        of_one_form = [values for own, values in each if len(own) == len(places)]
+        for place, *values in zip(places, *of_one_form, strict=True):
+            leaves = [trees.leaves(value) for value in values]
+            if place.is_appended and not all(map(_is_added, leaves[-1])):
+                for value in values:
+                    place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)))
+            else:
+                merged = [_plain(column, num_ranks) for column in zip(*leaves, strict=True)]
+                place.put(trees.rebuild(values[-1], merged))
+
+
+def _is_added(leaf: Any) -> bool:
+    return isinstance(leaf, KeptLeaf) and leaf.is_added
+
+
+def _plain(leaves: Sequence[Any], num_ranks: int) -> Any:
+    """What is left of those that microbatches give for one place."""
+    last = leaves[-1]
+    if not isinstance(last, KeptLeaf):
+        return last
+    values = [leaf.value.detach().cpu() if isinstance(leaf.value, torch.Tensor) else leaf.value for leaf in leaves]
+    value = values[-1]
+    if all(map(_is_added, leaves)) and len(leaves) > 1:
+        value = functools.reduce(operator.add, values) * num_ranks
+    return value.item() if last.is_number else value
