@@ -281,9 +281,7 @@ class Tail(Protocol):
         """Where the first loss is among the model's outputs, cast or copied at most; empty: it is none of them."""
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any, microbatch: int | None = None) -> Any:
-        """What the loss function returns, from a copy of the last layer and what it reads; values it leaves are told
-        if the ``microbatch`` of the step is.
-        """
+        """What the loss function returns, for a layer and what it reads; values are kept if ``microbatch`` is told."""
 
     def is_of_loss(self, error: BaseException) -> bool:
         """Whether what raised an error in a call is a part of the loss function."""

@@ -18,7 +18,7 @@ from roundpipe.core import trees
 from roundpipe.effects.places import CONTAINER, Place, View, contents
 
 
-class Holder(NamedTuple):
+class KeptHolder(NamedTuple):
     """What values are left in: a dict, such as the attributes of an object, a list, or what a view looks at."""
 
     find: Callable[[], Any]
@@ -36,7 +36,7 @@ class Kept:
     """Where one value is left."""
 
     words: str
-    holder: Holder
+    holder: KeptHolder
     key: Any = None
     """In a dict, or by the view."""
     view: View | None = None
@@ -57,9 +57,9 @@ class Kept:
         else:
             holder[self.key] = value
 
-    def inside(self, path: tuple[Any, ...], empty: Any) -> Holder:
+    def inside(self, path: tuple[Any, ...], empty: Any) -> KeptHolder:
         """The container at a path in the value that is left here."""
-        return Holder(lambda: self._at(path), self, path, empty)
+        return KeptHolder(lambda: self._at(path), self, path, empty)
 
     def _at(self, path: tuple[Any, ...]) -> Any:
         with suppress(KeyError, IndexError):

@@ -40,7 +40,7 @@ from roundpipe.fx.sizes import flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
-from roundpipe.fx.trace.kept import Holders, KeptOnFakes, NumberOfTensor, find_kept
+from roundpipe.fx.trace.kept import KeptHolders, KeptOnFakes, NumberOfTensor, find_kept
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
@@ -67,7 +67,7 @@ class Attempt:
         knowledge: Knowledge,
         outside: ModuleSnapshot,
         python: PythonSnapshot,
-        keeping: tuple[ModuleSnapshot, Holders] | None = None,
+        keeping: tuple[ModuleSnapshot, KeptHolders] | None = None,
     ) -> None:
         self._world = world
         self._form = form

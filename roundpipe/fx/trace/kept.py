@@ -1,6 +1,6 @@
 """What a loss function leaves behind in Python, as far as a graph can give it: tensors, sizes and plain values.
 
-They are found after a run on fakes. A second run starts from what the first has left, with `Unread` in place of values,
+They are found after a run on fakes. A second run starts from what the first has left, with `Unreadable` in place of values,
 and must do the very same: then nothing that is left there is read.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.effects.kept import Holder, Kept
+from roundpipe.effects.kept import Kept, KeptHolder
 from roundpipe.effects.places import CONTAINER, REGISTERED, Place, contents
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld
@@ -34,7 +34,7 @@ _MAX_DEPTH = 3
 """Of containers in a module's attributes, of which a twin has copies."""
 
 
-class Unread:
+class Unreadable:
     """Stands for a value that may be handed on, and that nobody may look at.
 
     Args:
@@ -60,7 +60,7 @@ class Unread:
         self._refuse()
 
 
-class NumberOfTensor(Unread):
+class NumberOfTensor(Unreadable):
     """What ``item()`` gives for an activation while a loss is traced."""
 
     __slots__ = ("tensor",)
@@ -70,7 +70,7 @@ class NumberOfTensor(Unread):
         self.tensor = tensor
 
 
-Holders = dict[int, Holder]
+KeptHolders = dict[int, KeptHolder]
 """By identity of a container that a run sees, the user's own."""
 
 
@@ -87,10 +87,10 @@ class KeptOnFakes:
         place = self.place
         return place.view is None and not place.is_appended and self._seen is holder and place.key == key
 
-    def put_unread(self, refuse: Callable[[], NoReturn]) -> Holders:
+    def put_unread(self, refuse: Callable[[], NoReturn]) -> KeptHolders:
         """Put what nobody may look at where the run has left values; gives the containers for them."""
-        value = trees.map_leaves(self.value, lambda _: Unread(refuse))
-        replace(self.place, holder=Holder(lambda: self._seen)).put(value)
+        value = trees.map_leaves(self.value, lambda _: Unreadable(refuse))
+        replace(self.place, holder=KeptHolder(lambda: self._seen)).put(value)
         if self.place.is_appended or self.place.view is not None:
             return {}
         return {id(each): self.place.inside(path, _emptied(self.value)) for path, each in _containers(value)}
@@ -122,7 +122,7 @@ def _filled(value: Any, parts: Sequence[KeptOnFakes]) -> Any:
     """A container with what a run has left in it, and in containers inside it."""
     with suppress(LookupError):
         for each in parts:
-            holder = Holder(partial(functools.reduce, operator.getitem, each.place.holder.path, value))
+            holder = KeptHolder(partial(functools.reduce, operator.getitem, each.place.holder.path, value))
             replace(each.place, holder=holder).put(each.form())
     return value
 
@@ -145,7 +145,7 @@ def _emptied(value: Any) -> Any:
 
 
 def find_kept(
-    world: FakeWorld, modules: ModuleSnapshot, python: PythonSnapshot, left: Holders
+    world: FakeWorld, modules: ModuleSnapshot, python: PythonSnapshot, left: KeptHolders
 ) -> tuple[list[KeptOnFakes], list[str]]:
     """What a run has left since modules and Python were looked at, and in words what else it has changed.
 
@@ -173,11 +173,11 @@ def find_kept(
     return found, lost
 
 
-def _values(place: Place, holders: Holders) -> Iterator[KeptOnFakes]:
+def _values(place: Place, holders: KeptHolders) -> Iterator[KeptOnFakes]:
     """What a place has got; nothing if it has changed otherwise."""
     owner, held, words = place.owner, place.held, place.words
     if place.view.kind in ("cell", "global"):
-        yield KeptOnFakes(Kept(words, Holder(lambda: owner), place.key, place.view), owner, place.now())
+        yield KeptOnFakes(Kept(words, KeptHolder(lambda: owner), place.key, place.view), owner, place.now())
     elif place.view is CONTAINER:
         now, holder = contents(owner), _holder(owner, holders)
         if isinstance(now, dict) and held.keys() <= now.keys():
@@ -189,19 +189,19 @@ def _values(place: Place, holders: Holders) -> Iterator[KeptOnFakes]:
                 yield KeptOnFakes(Kept(words, holder, is_appended=True), owner, value)
 
 
-def _holder(seen: Any, holders: Holders) -> Holder:
-    return holders.get(id(seen)) or Holder(lambda: seen)
+def _holder(seen: Any, holders: KeptHolders) -> KeptHolder:
+    return holders.get(id(seen)) or KeptHolder(lambda: seen)
 
 
-def _copies(world: FakeWorld) -> Holders:
+def _copies(world: FakeWorld) -> KeptHolders:
     """Containers that the world's twin has copies of."""
-    found: Holders = {}
+    found: KeptHolders = {}
     for twin, module in world.real_module.items():
-        found[id(twin.__dict__)] = Holder(partial(getattr, module, "__dict__"))
+        found[id(twin.__dict__)] = KeptHolder(partial(getattr, module, "__dict__"))
         for name, value in twin.__dict__.items():
             if name not in REGISTERED and value is not module.__dict__.get(name):
                 for path, container in _containers(value):
-                    found[id(container)] = Holder(partial(_at, module, (name, *path)))
+                    found[id(container)] = KeptHolder(partial(_at, module, (name, *path)))
     return found
 
 

@@ -37,7 +37,7 @@ from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt, OtherSizes
 from roundpipe.fx.trace.decisions import Knowledge, Retry
 from roundpipe.fx.trace.intercept import TRACING
-from roundpipe.fx.trace.kept import Holders, are_alike
+from roundpipe.fx.trace.kept import KeptHolders, are_alike
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _pure_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple
     state, python = ModuleSnapshot(modules), PythonSnapshot(modules)  # code that names a module has no twin of it
     refuse_changes, outside = _Refusals(world, modules, python), ModuleSnapshot(inside)
 
-    def run(present: PythonSnapshot, before: ModuleSnapshot, left: Holders) -> tuple[GuardedGraph, Attempt]:
+    def run(present: PythonSnapshot, before: ModuleSnapshot, left: KeptHolders) -> tuple[GuardedGraph, Attempt]:
         attempt = Attempt(world, form, knowledge, outside, present, keeping=(before, left))
         traced = attempt.run()
         refuse_changes(attempt, present.narrowed())
