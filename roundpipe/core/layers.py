@@ -231,10 +231,10 @@ def _mixed(one: Any, two: Any, share: float, names: Iterable[str]) -> dict[str, 
     return {name: round(first + share * (second - first)) for name, first, second in pairs}
 
 
-Mixing = Literal["compares samples", "not linear", "differs"]
+Mixing = Literal["has state", "compares samples", "not linear", "differs"]
 """How a loss mixes samples, so that those of microbatches don't make up that of the batch; or that numbers say so."""
 
-OwnKind = Literal["mean", "sum", "unknown", "compares samples", "not linear", "differs"]
+OwnKind = Literal["mean", "sum", "unknown", "has state", "compares samples", "not linear", "differs"]
 """What is known of a loss that a model computes itself."""
 
 

@@ -55,7 +55,12 @@ _TEXTS = {
 """By the reduction and by what is known of the loss."""
 
 
-_OF_LOSS_FN: dict[Verdict, str] = {
+_OF_LOSS_FN: dict[Verdict | Mixing, str] = {
+    "has state": (
+        "but loss_fn changes what it computes with, as a queue, a memory bank or a centre, and does so for each "
+        "microbatch, which reads what the one before has left: loss and gradients differ from those of the whole "
+        "batch. Give loss_scope='batch', or num_microbatch=1"
+    ),
     "compares samples": (
         "but they compare samples with each other, or with a statistic over them, and a microbatch has only its own: "
         "loss and gradients differ from those of the whole batch. Give loss_scope='batch'; or num_microbatch=1, if the "

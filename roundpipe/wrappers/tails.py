@@ -31,10 +31,10 @@ from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
 from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixing_of_losses, numbers_differ
-from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
-from roundpipe.fx.trace.loss import call_loss, change_of, is_same, trace_loss, values_kept
+from roundpipe.fx.trace.loss import call_loss, change_of, is_other_when_repeated, is_same, trace_loss, values_kept
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
@@ -49,6 +49,8 @@ MAX_TAILS = 8
 """Kept at once; the one unused for longest goes first."""
 MAX_CONSTANT_BYTES = 1 << 20
 """Of a loss that was given another tensor in the place of one, which a lambda in a loop may have at every call."""
+_MAY_CALL = (TraceCause.ACTIVATION_DATA, TraceCause.FORWARD_RAISES, TraceCause.STATE)
+"""Why a loss can't be traced, though it can be called with drawn outputs before a round."""
 MAX_TRACES = 3
 """Of one loss for one call, whose microbatches may differ in size."""
 
@@ -189,8 +191,7 @@ class TailSource:
                 self._refuse(code, str(error), mixing or self._numbers(call, examples))
                 return None
             except TraceError as error:
-                may_call = error.cause in (TraceCause.ACTIVATION_DATA, TraceCause.FORWARD_RAISES)
-                self._refuse(code, str(error).partition(". ")[0], self._called(call, examples) if may_call else None)
+                self._refuse(code, str(error).partition(". ")[0], self._called(call, examples, error.cause))
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
@@ -232,9 +233,15 @@ class TailSource:
             trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
             return "differs" if numbers_differ(trace, arguments, sizes) else None
 
-    def _called(self, call: Call, examples: Sequence[Example]) -> Mixing | None:
-        """What numbers tell of such a loss that can't be traced, since it decides by them, say."""
-        if not call.weighs_terms or (function := call.loss_fn) is None:
+    def _called(self, call: Call, examples: Sequence[Example], cause: TraceCause | None) -> Mixing | None:
+        """What numbers tell of such a loss that can't be traced, since it decides by them, say, or has state."""
+        if not call.weighs_terms or (function := call.loss_fn) is None or cause not in _MAY_CALL:
+            return None
+        test = functools.partial(is_other_when_repeated, function, model=self._model)
+        with microbatch_count(call.total_microbatches):
+            if tried_on_numbers(test, (examples[0].outputs, examples[0].label)):
+                return "has state"
+        if cause is TraceCause.STATE:
             return None
         arguments = [(each.outputs, each.label) for each in examples]
         program: Any = lambda numbers: [call_loss(function, *numbers, model=self._model)]  # noqa: E731

@@ -22,7 +22,7 @@ from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
-from roundpipe.fx.passes.sample_mixing import mixing_of, worst
+from roundpipe.fx.passes.sample_mixing import has_state, mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 
 
@@ -87,6 +87,8 @@ def mixing_of_losses(
     result = loss.output
     losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     nodes = _scalars(loss, losses) or ()
+    if has_state(nodes):
+        return "has state"
     followed = worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
     return followed or mixing_of_samples(loss, nodes, with_samples, outputs)
 

@@ -67,6 +67,16 @@ def calls_make_up_batch(program: Program, examples: Sequence[Arguments], sizes: 
     return _tried(lambda _: program, examples, sizes)
 
 
+def tried_on_numbers(test: Callable[[Any, Any], bool], example: Arguments) -> bool | None:
+    """What a test gives for a microbatch with drawn outputs; None if it takes none of them."""
+    generator = torch.Generator().manual_seed(0)
+    for draw in _DRAWS:
+        with suppress(Exception), torch.no_grad(), code_at_other_sizes():
+            _check(example)
+            return test(*_with_numbers(example, draw, generator))
+    return None
+
+
 def _tried(
     program_for: Callable[[Arguments], Program], examples: Sequence[Arguments], sizes: Sequence[int]
 ) -> bool | None:

@@ -26,7 +26,7 @@ from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Mixing
 from roundpipe.core.tiling import Rows
 from roundpipe.fx.fakes import code_at_other_sizes, static_mode
-from roundpipe.fx.graph.nodes import GraphInterpreter, has_effect, hint, mutated_by, producer_of, value_of
+from roundpipe.fx.graph.nodes import GraphInterpreter, called_name, has_effect, hint, mutated_by, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.attribute_copies import AttributeCopies, fakes_of
 from roundpipe.fx.passes.row_losses import OF_MODULES
@@ -34,7 +34,7 @@ from roundpipe.fx.passes.row_rules import RULES, AlongRows, Found, NotRowwise, O
 from roundpipe.fx.passes.sample_dimensions import size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
 
-ORDER: tuple[Mixing, ...] = ("compares samples", "not linear", "differs")
+ORDER: tuple[Mixing, ...] = ("has state", "compares samples", "not linear", "differs")
 """The worse first."""
 _MOVING = frozenset(
     "view _unsafe_view reshape _reshape_alias expand permute transpose t unsqueeze squeeze slice select unbind split "
@@ -261,6 +261,24 @@ def worst(kinds: Iterable[Mixing | None]) -> Mixing | None:
     """That of a whole, by those of its parts."""
     found = set(kinds)
     return next((kind for kind in ORDER if kind in found), None)
+
+
+_OVERWRITING = ("copy_", "fill_", "zero_")
+
+
+def has_state(scalars: Iterable[Node]) -> bool:
+    """Whether scalars of one graph depend on what is in buffers before it runs, and it changes that."""
+    pending = list(scalars)
+    read: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in read:
+            read.add(node)
+            is_whole = called_name(node) in _OVERWRITING
+            pending += [source for source in node.all_input_nodes if not is_whole or source not in mutated_by(node)]
+    graph = next((node.graph for node in read), None)
+    written = {source for node in (graph.nodes if graph else ()) for source in mutated_by(node)}
+    return any(node.op == "get_attr" for node in read & written)
 
 
 # ---------------------------------------------------------------------------------- the graph

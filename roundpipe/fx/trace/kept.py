@@ -1,7 +1,7 @@
 """What a loss function leaves behind in Python, as far as a graph can give it: tensors, sizes and plain values.
 
-They are found after a run on fakes. A second run starts from what the first has left, with `Unreadable` in place of values,
-and must do the very same: then nothing that is left there is read.
+They are found after a run on fakes. A second run starts from what the first has left, with `Unreadable` in place of the
+values, and must do the very same: then nothing that is left there is read.
 """
 
 from __future__ import annotations

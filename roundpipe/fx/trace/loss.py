@@ -113,6 +113,18 @@ def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Mod
     return float(loss)
 
 
+def is_other_when_repeated(function: LossFunction, outputs: Any, label: Any, *, model: nn.Module | None = None) -> bool:
+    """Whether a loss function gives another loss when it is called with the same data again; what it changes is taken
+    back.
+    """
+    with values_kept(function, model) as call, torch.random.fork_rng(devices=[]):
+        random_state = torch.get_rng_state()
+        first = trees.tensors(call(outputs, label))
+        torch.set_rng_state(random_state)
+        second = trees.tensors(call(outputs, label))
+    return not all(map(functools.partial(torch.allclose, equal_nan=True), first, second))
+
+
 @contextmanager
 def values_kept(function: LossFunction, model: nn.Module | None = None) -> Iterator[LossCall]:
     """What a loss function, or a graph of it, changes inside is taken back; gives the function as a module.

@@ -23,7 +23,7 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.fakes import FakeWorld, real_world, static_mode
+from roundpipe.fx.fakes import FakeWorld, code_at_other_sizes, real_world, static_mode
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, size_function
 from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
 
@@ -206,7 +206,8 @@ def _call(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     positional, keywords = _map_values(args, numbers.real), _map_values(kwargs, numbers.real)
     before = contents_of(positional, keywords)
     versions = [(tensor, tensor._version) for tensor in trees.tensors([positional, keywords])]
-    out = module(*positional, **keywords)
+    with code_at_other_sizes():
+        out = module(*positional, **keywords)
     is_written = any(tensor._version != version for tensor, version in versions)
     if is_written or containers_mutated(before, positional, keywords):
         raise TraceError("it changes a tensor, list, dict or object that it takes as an argument")
