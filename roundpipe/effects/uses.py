@@ -54,6 +54,15 @@ def words_in(code: types.CodeType) -> Iterator[str]:
             yield from (word for word in words if isinstance(word, str))
 
 
+def reads_before_it_sets(kind: type, attribute: str) -> bool:
+    """Whether a method of a class reads an attribute above where it sets it, as state from one call to the next."""
+    for _, code in codes_of(kind):
+        steps = [instruction for instruction, name in names_by_instruction(code) if name == attribute]
+        if steps[:1] == ["LOAD_ATTR"] and "STORE_ATTR" in steps:
+            return True
+    return False
+
+
 MAX_FUNCTIONS = 256
 """How many functions `reached_by` follows."""
 _NOT_FOLLOWED = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}

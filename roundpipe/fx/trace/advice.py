@@ -103,8 +103,8 @@ def advice(cause: TraceCause, facts: TraceFacts) -> str:
     if cause is TraceCause.ACTIVATION_HOOKED:
         return _ONLY_OBSERVED
     words = _BY_CAUSE.get(cause, "")
-    if cause is TraceCause.ACTIVATION_LEFT:
-        words = words.format(facts.attribute) if facts.attribute else ""
+    if cause is TraceCause.ACTIVATION_LEFT or cause is TraceCause.STATE and facts.attribute:
+        words = _BY_CAUSE[TraceCause.ACTIVATION_LEFT].format(facts.attribute) if facts.attribute else ""
     for function, line, change in _BY_LINE.get(cause, ()):
         if re.search(function, facts.function) and re.search(line, facts.source):
             words = change

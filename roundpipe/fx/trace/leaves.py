@@ -21,7 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
-from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in, reads_before_it_sets
 from roundpipe.fx.fakes import draws_unseen, written_unseen
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location
@@ -174,11 +174,12 @@ def output_origins(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tens
 
 
 def left_behind(kind: type, attribute: str) -> TraceError:
-    """The error for an activation in an attribute, from where a loss function may take it."""
+    """The error for an activation in an attribute, from where a loss function may take it, or the next call."""
     words = (
         f"{kind.__name__}.{attribute} is set to an activation in the forward, and would not be set when the graph runs"
     )
-    return TraceError(words, TraceCause.ACTIVATION_LEFT, TraceFacts(attribute=attribute))
+    cause = TraceCause.STATE if reads_before_it_sets(kind, attribute) else TraceCause.ACTIVATION_LEFT
+    return TraceError(words, cause, TraceFacts(attribute=attribute))
 
 
 def is_put_by_hooks(module: nn.Module, attribute: str) -> bool:

@@ -367,8 +367,10 @@ class CallRecorder(TorchFunctionMode):
 
     def record_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         """One node for the call of a custom autograd function."""
-        if any(isinstance(arg, nn.Module) for arg in (*args, *kwargs.values())):
-            raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument"))
+        if taken := [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]:
+            inside = (self.world.name_of_module.get(module) for arg in taken for module in arg.modules())
+            facts = TraceFacts(stateful=tuple(filter(None, inside)))  # its backward may differentiate their parameters
+            raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument", facts=facts))
         apply = NamedCall(f"apply_{function.__name__}", partial(call_method, function, "apply"))
         return self.__torch_function__(apply, (), args, kwargs)
 
