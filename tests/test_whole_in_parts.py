@@ -52,6 +52,37 @@ def counts(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.layers[0](x) / model.calls
 
 
+class Remembers(nn.Module):
+    """Has its state in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.zeros_like(x) if self.state is None else self.state
+        outputs = self.layer(x + before)
+        self.state = outputs.detach()
+        return outputs
+
+
+def test_state_in_an_attribute_is_that_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembers(), nn.Linear(WIDTH, WIDTH)).double()
+    reference = copy.deepcopy(model)
+    x, label = torch.randn(3, NUMBER, WIDTH, dtype=torch.float64), torch.randint(WIDTH, (NUMBER,))
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
+        for batch in x:
+            expected = F.cross_entropy(reference(batch), label)
+            expected.backward()
+            loss = piped.forward_backward((batch,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+            torch.testing.assert_close(loss, expected.detach())
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference))
+        torch.testing.assert_close(model[1].state, reference[1].state)
+
+
 @pytest.mark.parametrize("run", [ends_early, follows_slowly, counts])
 def test_by_default_numbers_are_those_of_the_whole_batch(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
