@@ -177,6 +177,7 @@ class TraceCause(enum.Enum):
     ACTIVATION_LEFT = "leaves an activation where others may take it"
     ACTIVATION_HOOKED = "has a forward hook that keeps an activation"
     ARGUMENT_CHANGED = "puts something into an argument"
+    AUTOGRAD = "makes gradients in the forward"
     BUFFER_CREATED = "creates a buffer in the forward"
     FORWARD_RAISES = "raises an exception on fake tensors"
     LAYOUT = "asks how an activation lies in memory"

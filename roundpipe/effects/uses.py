@@ -136,7 +136,8 @@ def filled_cells(function: Any) -> Iterator[types.CellType]:
 
 GRADIENT_ATTRIBUTES = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 """Attributes of a tensor that tell whether gradients are recorded."""
-_ASKING = GRADIENT_ATTRIBUTES | {"is_grad_enabled"}
+_ASKING = GRADIENT_ATTRIBUTES | {"is_grad_enabled", "register_hook", "retain_grad"}
+"""Names of what gives another answer, or raises, where gradients are not recorded."""
 _RESIZING = frozenset({"resize_", "resize_as_", "fused_moving_avg_obs_fake_quant"})
 _CHANGING = frozenset("append extend update pop popleft setdefault add insert clear remove popitem".split())
 OPERATORS = frozenset("__call__ __next__ __iter__ __getitem__ __len__ __enter__ __exit__ __float__ __int__".split())

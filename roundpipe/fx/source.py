@@ -21,7 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
-from roundpipe.core.errors import OnlyWholeError, TraceCause, TraceError, add_note, enumerated, said
+from roundpipe.core.errors import OnlyWholeError, TraceCause, TraceError, add_note, enumerated, said, shortened
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
@@ -138,6 +138,7 @@ class TracedSource:
                 knows_model = before is not None and chain is before and chain is compared
                 mismatch = traced.guards.check(args, kwargs, knows_model=knows_model, batch=batch)
                 if mismatch is None:
+                    self._refuse_broadcast(traced, (args, kwargs), batch, or_whole=or_whole)
                     self._compared = chain
                     self._retraces.note_served()
                     if position:
@@ -150,7 +151,7 @@ class TracedSource:
             if failure is not None:
                 self._note_retrace(failure)
             try:
-                return self._trace(args, kwargs, failure or "for the first time", batch)
+                chain = self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
                 own = error.__cause__ if error.cause is TraceCause.MODEL_ERROR else None
                 if or_whole and batch is not None and _is_piece((args, kwargs), batch) and self._serves(*batch):
@@ -163,6 +164,27 @@ class TracedSource:
                     self._on_failure(error)
                 self._failed_modes.add(self._model.training)
                 return None
+            self._refuse_broadcast(self._traces[0][0], (args, kwargs), batch, or_whole=or_whole)
+            return chain
+
+    def _refuse_broadcast(
+        self, traced: GuardedGraph, arguments: Arguments, batch: Arguments | None, *, or_whole: bool
+    ) -> None:
+        """A piece of one sample may run only since what was cut, and has no samples, is repeated for them."""
+        error = traced.fails_for_two
+        if error is None or batch is None or not _is_piece(arguments, batch):
+            return
+        traced.fails_for_two = None
+        if not self._serves(*batch):
+            return
+        words = shortened(said(error.__cause__ or error).partition("\n")[0], 200)
+        if or_whole:
+            raise OnlyWholeError(f"one sample runs, and two don't, since they share what was cut: {words}")
+        warn(
+            f"{type(self._model).__name__}: microbatches of one sample run, and of two they don't ({words}). So some of "
+            "what was cut, such as a mask or a table, is not the samples' and is repeated for each: outputs and losses "
+            "differ from those of the batch. Say by split_input what is cut, or use num_microbatch=1"
+        )
 
     def _serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a trace serves a call with these arguments, or a new one does."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.aliasing import overlapping
+from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
@@ -69,6 +70,8 @@ class GuardedGraph(TracedGraph):
     """A traced graph with what must hold for it to serve a call."""
 
     guards: Guards = field(init=False, repr=False)
+    fails_for_two: TraceError | None = field(default=None, repr=False)
+    """Of a graph for one sample, why the model does not run with two such."""
 
 
 class Guards:

@@ -21,7 +21,7 @@ from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 from roundpipe.fx.passes.sample_dependence import dependence_of_samples
-from roundpipe.fx.passes.sample_dimensions import outputs_without_rows, takes_samples_as_time
+from roundpipe.fx.passes.sample_dimensions import lacks_samples, outputs_without_rows, takes_samples_as_time
 
 LIMITS_APART, NUM_LIMITS = 4, 7
 """Limits of other cuts are the whole model and so many times smaller each, down to less than a thousandth."""
@@ -92,7 +92,8 @@ def lower(
         balance, max_layer_bytes = options.balance, options.max_layer_bytes
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
-        chain.own_losses, chain.mixing, chain.mixes_samples = losses, mixing, dependence.where
+        chain.own_losses, chain.mixing = losses, mixing
+        chain.mixes_samples = dependence.where or lacks_samples(traced)
         single = dict.fromkeys(dependence.single, "is of one sample alone")
         chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
         chain.takes_samples_as_time = takes_samples_as_time(traced)

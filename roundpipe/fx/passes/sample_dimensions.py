@@ -27,6 +27,23 @@ def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     return found
 
 
+def lacks_samples(traced: TracedGraph) -> str:
+    """What says, in words, that no tensor among the outputs has the samples of the first argument; empty if one may."""
+    outputs = [value_of(node) for node in traced.output_places.values()]
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor) and value.ndim]
+    known = _symbols_in([value_of(node) for node in traced.placeholders])
+    batch, sizes = _batch_symbols(traced), _symbols_in(tensors)
+    if not batch or not tensors or sizes & batch or sizes - known:  # data may decide how many there are
+        return ""
+    first, *_ = arguments_of_samples(traced)
+    return f"no output has a dimension for the samples of {first.name}"
+
+
+def _symbols_in(values: Iterable[Any]) -> set[Any]:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return {symbol for tensor in tensors for size in tensor.shape for symbol in _symbols(size)}
+
+
 def takes_samples_as_time(traced: TracedGraph) -> str:
     """A module of torch's that takes dimension 0, where the samples are, as time, in words; empty if there is none.
 

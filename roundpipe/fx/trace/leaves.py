@@ -112,6 +112,8 @@ class LeafWatch(TorchFunctionMode):
         inputs = flat_tensors(args, kwargs)
         arguments = (*args, *kwargs.values())
         self._generators += [weakref.ref(value) for value in arguments if isinstance(value, torch.Generator)]
+        if func in (torch.Tensor.register_hook, torch.Tensor.retain_grad):  # they raise where it does not
+            self.asks_for_grad = self.asks_for_grad or model_location()
         self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
         for tensor in inputs:
             node = self._builder.node_of.get(tensor)

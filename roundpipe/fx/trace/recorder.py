@@ -174,7 +174,8 @@ class CallRecorder(TorchFunctionMode):
             if name == "item" and self._keeps_numbers and args[0] in self.builder.node_of:
                 return NumberOfTensor(args[0], self._refuse_number)
         if func in AUTOGRAD:
-            error = TraceError(f"{name} runs autograd inside the forward, which a first run does without")
+            words = f"{name} runs autograd inside the forward, which a first run does without"
+            error = TraceError(words, TraceCause.AUTOGRAD)
             raise self.give_up(error, is_stateful=True)
         if name == "__set__" and args[0] in self.world.name_of:
             raise self._written_weight(f"{func.__self__.__name__} of a parameter or buffer is set in the forward")

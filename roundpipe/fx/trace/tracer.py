@@ -96,7 +96,7 @@ def _trace_doubled(
     model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge, batch: Arguments | None
 ) -> GuardedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
-    doubled = _batch_of_two(arguments)
+    doubled = _batch_of_two(arguments, batch)
     if doubled is None:
         return _trace(model, form, arguments, knowledge, batch)
     try:
@@ -105,9 +105,11 @@ def _trace_doubled(
         return _trace(model, form, arguments, knowledge, batch)
     except TraceError as error:
         try:
-            return _trace(model, form, arguments, knowledge, batch)
+            traced = _trace(model, form, arguments, knowledge, batch)
         except TraceError:
             raise error from error.__cause__
+        traced.fails_for_two = error
+        return traced
     if traced.guards.check(*arguments, batch=batch) is not None:
         return _trace(model, form, arguments, knowledge, batch)
     return traced
@@ -286,15 +288,21 @@ def _counting(
     return list(dict.fromkeys([*again, *places]))
 
 
-def _batch_of_two(arguments: Arguments) -> Arguments | None:
-    """The example with every sample twice if it has one; a size of 1 could mean too many things."""
+def _batch_of_two(arguments: Arguments, whole: Arguments | None) -> Arguments | None:
+    """The example with every sample twice if it has one; a size of 1 could mean too many things.
+
+    Of a piece of a ``whole``, what that has no more of than one is none of the samples'.
+    """
     batch = next((t.shape[0] for t in trees.tensors(arguments) if t.dim()), None)
     if batch != 1:
         return None
     args, kwargs = arguments
+    own, others = trees.tensors(arguments), trees.tensors(whole)
+    pairs = zip(own, others, strict=True) if len(own) == len(others) else ()
+    shared = {tensor for tensor, other in pairs if tensor.shape == other.shape}
 
     def twice(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or tensor.shape[0] != 1:
+        if not tensor.dim() or tensor.shape[0] != 1 or tensor in shared and len(shared) < len(own):
             return tensor
         with torch.no_grad():
             doubled = torch.cat([tensor, tensor])
