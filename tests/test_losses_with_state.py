@@ -1,4 +1,4 @@
-"""Losses that change what they compute with: that is said of several microbatches, and loss_scope='batch' is right."""
+"""Losses that change what they compute with: that is said of several microbatches; loss_scope='batch' is right."""
 
 from __future__ import annotations
 

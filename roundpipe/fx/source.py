@@ -181,9 +181,9 @@ class TracedSource:
         if or_whole:
             raise OnlyWholeError(f"one sample runs, and two don't, since they share what was cut: {words}")
         warn(
-            f"{type(self._model).__name__}: microbatches of one sample run, and of two they don't ({words}). So some of "
-            "what was cut, such as a mask or a table, is not the samples' and is repeated for each: outputs and losses "
-            "differ from those of the batch. Say by split_input what is cut, or use num_microbatch=1"
+            f"{type(self._model).__name__}: microbatches of one sample run, and of two they don't ({words}). So some "
+            "of what was cut, such as a mask or a table, is not the samples' and is repeated for each: outputs and "
+            "losses differ from those of the batch. Say by split_input what is cut, or use num_microbatch=1"
         )
 
     def _serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
