@@ -72,9 +72,9 @@ class PlainSteps(ABC):
         self._stepping: list[ParameterPair] = []
         """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
         self._has_new_gradients = False
+        """Whether a call may have brought gradients since the last step."""
         self.is_trained_elsewhere = False
         """Whether a loss of another model may have added gradients to the model's parameters."""
-        """Whether a call may have brought gradients since the last step."""
         self.adds_up = False
         """Whether rounds add to gradients that those before have brought, as no step has taken them."""
         self._evaluates = False
@@ -143,7 +143,7 @@ class PlainSteps(ABC):
             )
         self._steps.refuse_inside("optimizer.step()")
         self.come_home()
-        is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
+        is_late = self._has_new_gradients and any(self._loop == "steps" or pair.is_unseen for pair in stepping)
         mixed = " Do not mix optimizer.step() with model.step(...)" if self._loop == "steps" else ""
         self.is_async, self._loop = False, "copies" if stepping else "own"
         is_quiet = self._updates.is_idle and not self._weights_changed and not self._steps.running()

@@ -307,6 +307,11 @@ class ParameterPair:
         self.shown = shown, shown._version, self.copy.grad, self.copy.grad._version
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether the model has a gradient that has not come to the copy."""
+        return self.shown is None and (self.holder.grad is not None or self.parameter.grad is not None)
+
+    @property
     def is_shown(self) -> bool:
         """Whether the model and the copy have the same gradient, or none."""
         if self.copy is None or self.shard is not None:
