@@ -27,11 +27,11 @@ def target(label):
 
 
 def noted(loss_fn):
-    """A loss that can't be traced, since it keeps what it has seen."""
+    """A loss that can't be traced, since it writes what it has seen as text."""
 
     def noting(logits, label):
         loss = loss_fn(logits, label)
-        SEEN.append(loss.item())
+        SEEN.append(f"{loss.item():.4f}")
         return loss
 
     return noting
