@@ -30,7 +30,7 @@ from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
-from roundpipe.fx.guards.failure import Failure, Retraces
+from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.sizes import forget_worlds
@@ -132,7 +132,8 @@ class TracedSource:
             TraceError: the model can't be traced and ``on_failure`` raised it.
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
-        failure, compared, self._compared = None, self._compared, None
+        failure: Failure | None = None
+        compared, self._compared = self._compared, None
         with _tracing_modes():
             for position, (traced, chain) in enumerate(self._traces):
                 knows_model = before is not None and chain is before and chain is compared
@@ -144,7 +145,7 @@ class TracedSource:
                     if position:
                         self._traces.insert(0, self._traces.pop(position))
                     return chain
-                failure = failure or mismatch
+                failure = nearest(failure, mismatch)
             if self._model.training in self._failed_modes:
                 self._refuse_lost_state()
                 return None

@@ -26,7 +26,7 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.trees import Access
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.failure import Failure, Retraces
+from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
@@ -179,7 +179,7 @@ class TailSource:
                     retraces.note_served(len(examples))
                     return known, examples
                 if code_of(known.function) == code:
-                    failure = failure or why
+                    failure = nearest(failure, why)
             if failure is not None:
                 self._varying.setdefault(code, {}).update(dict.fromkeys(failure.dimensions))
                 logger.info("tracing a loss function again: %s", failure)

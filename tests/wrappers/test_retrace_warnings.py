@@ -96,6 +96,32 @@ def test_what_is_no_number_has_other_advice() -> None:
     assert "Keep it fixed" in Failure("x is a list now").advice
 
 
+def test_a_freezing_schedule_is_named_although_the_model_is_evaluated_in_between() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(NUM_STEPS)], nn.Linear(8, 4)).to(DTYPE)
+    for parameter in model[:-1].parameters():
+        parameter.requires_grad_(False)
+    x, label = torch.randn(6, 8, dtype=DTYPE), torch.arange(6) % 4
+    with warnings.catch_warnings(record=True) as caught, roundpipe.compile(model, devices=["cpu"]) as pipe:
+        warnings.simplefilter("always")
+        for step in reversed(range(NUM_STEPS)):
+            model[step].weight.requires_grad_(True)
+            pipe.train()
+            pipe.forward_backward((x,), label=label, loss_fn=F.cross_entropy)
+            pipe.eval()
+            pipe(x)
+    said = [str(one.message) for one in caught if "one after the other" in str(one.message)]
+    assert len(said) == 1 and "weight has requires_grad True now" in said[0] and "change of the model" in said[0]
+
+
+def test_objects_of_a_loss_that_are_others_at_each_step_are_named() -> None:
+    def loss_at(step: int) -> Any:
+        weights = [torch.full((4,), 1.0 + step, dtype=DTYPE)]
+        return lambda outputs, label: sum(F.cross_entropy(outputs, label, weight=weight) for weight in weights)
+
+    said, _ = steps(AnnealedHead().to(DTYPE), nothing, loss_at, nothing)
+    assert len(said) == 1 and "weights: not the same" in said[0] and "same function at every step" in said[0]
+
+
 def test_a_buffer_or_an_argument_without_dimensions_is_read_anew() -> None:
     model, given = AnnealedHead().to(DTYPE), torch.zeros((), dtype=DTYPE)
 

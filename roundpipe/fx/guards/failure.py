@@ -10,7 +10,9 @@ from roundpipe.fx.fakes import Dimension
 RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
 """A trace that served fewer than this before the next one counts as one after the other."""
-_TO_FIX = "Keep it fixed (pad inputs, move it out of forward) to trace once"
+OF_ARGUMENTS = "Keep it fixed (pad inputs, move it out of forward) to trace once"
+OF_MODEL = "Each such change of the model needs a trace: make fewer of them, or none of them between steps"
+OF_LOSS = "Give the same function at every step, which holds the same objects, to trace once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class Failure:
     """Dimensions of float inputs that the trace has as plain numbers and that vary."""
     number: str = ""
     """The Python number that is another one now, if that is why: in words."""
+    is_of_modes: bool = False
+    """Whether it is only that the model or torch is in another mode now, for which there may be another trace."""
+    to_fix: str = OF_ARGUMENTS
+    """What to do if it comes up at every step and is no number."""
 
     def __str__(self) -> str:
         return self.message
@@ -30,12 +36,17 @@ class Failure:
     def advice(self) -> str:
         """What to do if it comes up at every step, as a sentence."""
         if not self.number:
-            return _TO_FIX
+            return self.to_fix
         return (
             f"{self.number} is a Python number, and a trace has one value of it. Put it into a 0-dim tensor (a buffer "
             "of the model, or a tensor that the closure or the arguments have) and write that in place, as by fill_: "
             "each step reads it anew, without a new trace"
         )
+
+
+def nearest(failure: Failure | None, other: Failure) -> Failure:
+    """The failure of the trace that came nearest to serving a call: of the first in the call's modes, if there is."""
+    return other if failure is None or (failure.is_of_modes and not other.is_of_modes) else failure
 
 
 class Retraces:

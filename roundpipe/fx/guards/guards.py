@@ -26,7 +26,7 @@ from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.failure import Failure
+from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
 from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.operations import SizeExpression
@@ -167,12 +167,13 @@ class Guards:
         those of the whole, if the trace serves its sizes.
         """
         if words := self._call_modes.difference(CallModes.current(), self.grad_matters):
-            return Failure(words)
+            return Failure(words, is_of_modes=True)
         looks = not knows_model
         if looks and self._model is not None and (failure := self._model.change()):
             return failure
         if looks and not all(write.leaves_alone(weight) for write, weight in self._weight_writes):
-            return Failure("the forward now changes a weight in place, which it left alone when it was traced")
+            words = "the forward now changes a weight in place, which it left alone when it was traced"
+            return Failure(words, to_fix=OF_MODEL)
         arguments = self._form.normalise(args, kwargs)
         tensors: list[torch.Tensor] = []
         if words := self._arguments.difference(arguments, tensors):

@@ -45,7 +45,7 @@ from roundpipe.effects.uses import (
     uses_of_functions,
     uses_of_hook,
 )
-from roundpipe.fx.guards.failure import Failure
+from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
 from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
@@ -192,9 +192,12 @@ class ModelGuard:
         Raises:
             ConfigError: modules were replaced, added or removed.
         """
-        if words := self._change_of_mode() or self._change_of_weights() or self._change_of_structure():
-            return Failure(words)
-        return self._change_of_attributes() or (None if self._quick.is_same() else self._change_of_python())
+        if words := self._change_of_mode():
+            return Failure(words, is_of_modes=True)
+        if words := self._change_of_weights() or self._change_of_structure():
+            return Failure(words, to_fix=OF_MODEL)
+        failure = self._change_of_attributes() or (None if self._quick.is_same() else self._change_of_python())
+        return failure and replace(failure, to_fix=OF_MODEL)
 
     def _change_of_mode(self) -> str | None:
         training = self._modes()

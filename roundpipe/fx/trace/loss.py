@@ -18,7 +18,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import is_plain
 from roundpipe.effects.outside import refused_outside
@@ -27,7 +27,7 @@ from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
-from roundpipe.fx.guards.failure import Failure
+from roundpipe.fx.guards.failure import OF_LOSS, Failure
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.trace.tracer import trace
 
@@ -220,13 +220,17 @@ def change_of(before: Any, now: Any, *, keeps_values: bool = False) -> Failure |
     One that ``keeps_values`` may keep them in what it holds, which must be the same objects then.
     """
     if is_same(before, now):
-        pairs = _held_pairs(before, now) if keeps_values and before is not now else ()
-        others = (name for name, one, other in pairs if one is not other and isinstance(one, CONTAINERS))
-        return next((Failure(f"{name} is another object, in which it may keep values") for name in others), None)
-    for name, one, other in _held_pairs(before, now):
+        for name, one, other in _held_pairs(before, now) if keeps_values and before is not now else ():
+            if one is not other and isinstance(one, CONTAINERS):
+                return Failure(f"{name} is another object, in which it may keep values", to_fix=OF_LOSS)
+        return None
+    pairs = [*_held_pairs(before, now)]
+    for name, one, other in pairs:
         if are_other_numbers(one, other):
             return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)
-    return Failure("it holds other objects, or is another function")
+    names = enumerated([name for name, one, other in pairs if not is_same(one, other)], most=3)
+    what = f"{names}: not the same as when it was traced" if names else "it is another function, or of another object"
+    return Failure(what, to_fix=OF_LOSS)
 
 
 def _held_pairs(before: Any, now: Any, depth: int = 0) -> Iterator[tuple[str, Any, Any]]:
