@@ -9,26 +9,42 @@ import copy
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.effects.places import CONTAINER, Place, View, contents
+
+Moved = Mapping[int, Any]
+"""By identity of a container in which values are left, another one that has taken its place since the trace."""
+UNMOVED: Moved = MappingProxyType({})
 
 
 class KeptHolder(NamedTuple):
     """What values are left in: a dict, such as the attributes of an object, a list, or what a view looks at."""
 
-    find: Callable[[], Any]
-    """Gives it; None if it is not there yet."""
+    traced: Callable[[], Any]
+    """Gives the one that there was at the trace."""
     around: Kept | None = None
-    """Where the function puts what has it, if it is not there yet."""
+    """Where the function puts what has it, if it was not there."""
     path: tuple[Any, ...] = ()
     """From there to the holder."""
     empty: Any = None
     """What the function puts there, before anything is left in it."""
+
+    def find(self, moved: Moved = UNMOVED) -> Any:
+        """The one that there is now; None if it is not there yet."""
+        if self.around is None:
+            holder = self.traced()
+            return moved.get(id(holder), holder)
+        with suppress(KeyError, IndexError):
+            return functools.reduce(operator.getitem, (self.around.key, *self.path), self.around.holder.find(moved))
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +60,12 @@ class Kept:
     is_appended: bool = False
     """To a list."""
 
-    def put(self, value: Any) -> None:
+    def put(self, value: Any, moved: Moved = UNMOVED) -> None:
         """Leave a value there, as the function does."""
-        holder, around = self.holder.find(), self.holder.around
+        holder, around = self.holder.find(moved), self.holder.around
         if holder is None and around is not None:
-            around.put(copy.deepcopy(self.holder.empty))
-            holder = self.holder.find()
+            around.put(copy.deepcopy(self.holder.empty), moved)
+            holder = self.holder.find(moved)
         if self.view is not None:
             self.view.write(holder, self.key, value)
         elif self.is_appended:
@@ -59,12 +75,7 @@ class Kept:
 
     def inside(self, path: tuple[Any, ...], empty: Any) -> KeptHolder:
         """The container at a path in the value that is left here."""
-        return KeptHolder(lambda: self._at(path), self, path, empty)
-
-    def _at(self, path: tuple[Any, ...]) -> Any:
-        with suppress(KeyError, IndexError):
-            return functools.reduce(operator.getitem, (self.key, *path), self.holder.find())
-        return None
+        return KeptHolder(lambda: None, self, path, empty)
 
     def has_same_place(self, other: Kept) -> bool:
         same_way = (self.key, self.view, self.is_appended) == (other.key, other.view, other.is_appended)
@@ -84,55 +95,129 @@ class KeptLeaf:
         """Whether those of microbatches add up to that of the batch."""
 
 
+class _HeldHolder(NamedTuple):
+    """Where code finds a container that values are left in."""
+
+    words: str
+    now: Callable[[], Any]
+    """Gives what it finds there."""
+    held: Any
+    """What it found there when it was traced."""
+    is_own: bool
+    """Whether a copy of the function has a place of its own for it."""
+
+
 class KeptPlaces:
-    """Tells of places whether no more has changed there than what is kept, and of its holders whether they are there.
+    """Tells whether no more has changed in Python than what is left there, also in other containers than at the trace.
+
+    A training loop may make a new dict for each step: it takes the place of the one before if it is held where that was
+    and has the same in it, but for what is left there.
 
     Args:
-        places: of the code that keeps it, with what they held when it was traced.
+        kept: what is left.
+        places: of the code that leaves it, with what they held when it was traced.
+        modules: whose attributes the code may read.
     """
 
-    def __init__(self, kept: Sequence[Kept], places: Iterable[Place]) -> None:
+    def __init__(self, kept: Sequence[Kept], places: Iterable[Place], modules: Iterable[nn.Module]) -> None:
         kept = [*kept, *(each.holder.around for each in kept if each.holder.around is not None)]
         self._kept = [(each, each.holder.find()) for each in kept]
-        holders = {id(holder) for each, holder in self._kept if each.view is None}
-        self._links = [
-            (place, key, holder) for place in places for key, holder in _items(place) if id(holder) in holders
-        ]
-        """Where a holder is itself held."""
+        self._holders = {id(holder) for each, holder in self._kept if each.view is None}
+        places = [*places] if self._holders else []
+        self._contents = {id(place.owner): place.held for place in places if place.view is CONTAINER}
+        self._links = [*self._links_in(places, modules)] if self._holders else []
+        self.moved: Moved = UNMOVED
+        """As of the latest `follow`."""
 
-    def __bool__(self) -> bool:
-        return bool(self._kept)
+    def _links_in(self, places: Iterable[Place], modules: Iterable[nn.Module]) -> Iterator[_HeldHolder]:
+        for place in places:
+            for key, held in _items(place, place.held).items():
+                if id(held) in self._holders:
+                    is_own = place.view.kind in ("cell", "defaults")
+                    yield _HeldHolder(place.words, functools.partial(_item_now, place, key), held, is_own)
+        for module in modules:
+            for name, held in module.__dict__.items():
+                if id(held) in self._holders:
+                    words = f"{type(module).__name__}.{name}"
+                    yield _HeldHolder(words, functools.partial(module.__dict__.get, name), held, is_own=False)
 
-    def are_elsewhere(self) -> str:
-        """The first place, in words, that holds another object in place of one that values are left in, or none."""
-        now = ((place.words, dict(_items(place, place.now())).get(key), holder) for place, key, holder in self._links)
-        return next((words for words, value, holder in now if value is not holder), "")
+    def follow(self, copy: Iterable[tuple[str, Any, Any]] = ()) -> str:
+        """Find the containers that have taken the places of those that values are left in.
+
+        Args:
+            copy: of the function, by name what it held when it was traced, and what a copy of it that runs now holds.
+
+        Returns:
+            In words, a place that holds something else; empty if there is none.
+        """
+        if not self._holders:
+            return ""
+        found = [(words, held, now) for words, held, now in copy if id(held) in self._holders]
+        in_copy = {id(held) for _, held, _ in found}
+        links = [each for each in self._links if not (each.is_own and id(each.held) in in_copy)]
+        found += [(each.words, each.held, each.now()) for each in links]
+        moved: dict[int, Any] = {}
+        for words, held, now in found:
+            if not self._takes_place(now, held, moved):
+                return words
+        self.moved = moved
+        return ""
+
+    def _takes_place(self, now: Any, held: Any, moved: dict[int, Any]) -> bool:
+        if moved.setdefault(id(held), now) is not now:
+            return False
+        if now is held:
+            return True
+        before, own = self._contents.get(id(held)), [each for each, holder in self._kept if holder is held]
+
+        def is_same(one: Any, other: Any) -> bool:
+            return trees.same(one, other) or (id(one) in self._holders and self._takes_place(other, one, moved))
+
+        return before is not None and type(now) is type(held) and _holds(before, contents(now), own, is_same)
 
     def explain(self, place: Place) -> bool:
-        """Whether a place that has changed has only got what is kept there."""
+        """Whether a place that has changed has only got what is left there, or is of a container that has moved."""
+        if self.moved.get(id(place.owner), place.owner) is not place.owner:
+            return True
         own = [each for each, holder in self._kept if holder is place.owner]
         if place.view is not CONTAINER:
-            return any(each.view is place.view and each.key == place.key for each in own)
-        held, now = place.held, contents(place.owner)
-        if not own or any(each.view is not None for each in own):
+            is_own = any(each.view is place.view and each.key == place.key for each in own)
+            return is_own or self.is_moved(place.held, place.now())
+        if any(each.view is not None for each in own):
             return False
-        if isinstance(now, dict):
-            keys = {each.key for each in own}
-            missing = object()
-            others = dict.fromkeys([*held, *now]).keys() - keys
-            return all(trees.same(held.get(key, missing), now.get(key, missing)) for key in others)
-        return len(now) >= len(held) and all(map(trees.same, held, now))
+        return _holds(place.held, contents(place.owner), own, lambda *each: trees.same(*each) or self.is_moved(*each))
+
+    def is_moved(self, held: Any, now: Any) -> bool:
+        """Whether one container has taken the place of another."""
+        return id(held) in self.moved and self.moved[id(held)] is now
 
     def has(self, holder: Any, key: Any) -> bool:
         """Whether a value is left under a key of a dict."""
         return any(each.view is None and found is holder and each.key == key for each, found in self._kept)
 
 
-def _items(place: Place, value: Any = None) -> list[tuple[Any, Any]]:
-    """What a place held, or the value that is there now, by key; a variable holds one object."""
-    value = place.held if value is None else value
+_MISSING = object()
+
+
+def _holds(before: Any, now: Any, own: Sequence[Kept], is_same: Callable[[Any, Any], bool]) -> bool:
+    """Whether a container has the same in it as before, but for its own values that are left there."""
+    if isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now]).keys() - {each.key for each in own}
+        return all(is_same(before.get(key, _MISSING), now.get(key, _MISSING)) for key in keys)
+    if isinstance(now, set):
+        return bool(before == now)
+    has_length = len(now) >= len(before) if own else len(now) == len(before)
+    return has_length and all(map(is_same, before, now))
+
+
+def _item_now(place: Place, key: Any) -> Any:
+    return _items(place, place.now()).get(key)
+
+
+def _items(place: Place, value: Any) -> dict[Any, Any]:
+    """What a place holds, by key; a variable holds one object."""
     if place.view.is_variable:
-        return [(None, value)]
+        return {None: value}
     if isinstance(value, dict):
-        return list(dict.items(value))
-    return list(enumerate(value)) if isinstance(value, (list, deque)) else []
+        return dict(dict.items(value))
+    return dict(enumerate(value)) if isinstance(value, (list, deque)) else {}

@@ -98,6 +98,8 @@ def _may_change(value: Any, uses: CodeUses | None, depth: int = 0) -> bool:
             return True
         uses, inside = None, [cell.cell_contents for cell in filled_cells(value)]
     elif isinstance(value, functools.partial):
+        if uses is not None and isinstance(value.func, types.FunctionType):
+            uses = CodeUses.of([value.func.__code__])
         inside = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
         inside = [value.__self__]

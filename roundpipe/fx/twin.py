@@ -55,6 +55,8 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     return twins[model], names
 
 
+_MAX_DEPTH = 3
+"""Of containers in an attribute."""
 _MOST_VALUES = frozenset({type(None), bool, int, float, str})
 _MOST_CONTAINERS = frozenset({dict, OrderedDict, list})
 
@@ -68,7 +70,7 @@ def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> An
         return value.copy()
     if isinstance(value, (nn.Module, torch.Tensor)):
         return replacements.get(value, value)
-    if depth > 3:
+    if depth > _MAX_DEPTH:
         return value
     replace = functools.partial(_replaced, replacements=replacements, depth=depth + 1)
     if kind in (list, set, deque, tuple):
@@ -78,10 +80,24 @@ def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> An
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return types.MethodType(value.__func__, replace(value.__self__))
     if kind is functools.partial:
-        keywords = {key: replace(item) for key, item in value.keywords.items()}
-        return functools.partial(replace(value.func), *map(replace, value.args), **keywords)
+
+        def replace_in(item: Any) -> Any:  # what else it holds is the user's own, as in closures
+            return replace(item) if _has_any(replacements, item) else item
+
+        keywords = {key: replace_in(item) for key, item in value.keywords.items()}
+        return functools.partial(replace(value.func), *map(replace_in, value.args), **keywords)
     if is_made_by_torch(value):
         written = as_written(value)
         other = replace(written)
         return value if other is written else other
     return value
+
+
+def _has_any(replacements: Mapping[Any, Any], value: Any, depth: int = 0) -> bool:
+    """Whether a value is, or holds, something that may be replaced."""
+    if isinstance(value, (list, set, deque, tuple, dict)) and depth <= _MAX_DEPTH:
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_any(replacements, item, depth + 1) for item in items)
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return value in replacements
+    return isinstance(value, (types.MethodType, functools.partial)) or is_made_by_torch(value)

@@ -34,7 +34,14 @@ from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixi
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
-from roundpipe.fx.trace.loss import call_loss, change_of, is_other_when_repeated, is_same, trace_loss, values_kept
+from roundpipe.fx.trace.loss import (
+    call_loss,
+    change_of,
+    is_other_when_repeated,
+    is_same,
+    trace_loss,
+    values_kept,
+)
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import checked_weight
@@ -153,7 +160,7 @@ class TailSource:
         """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
         each = [own for call in calls for own in _by_chain(call)]
         pairs = ((known, call) for call in each for known in self._known if self._is_for(known, call))
-        known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn)]
+        known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn, call.kept.moved)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
 
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
@@ -173,9 +180,9 @@ class TailSource:
             for position, known in enumerate(self._known):
                 if not self._is_for(known, call):
                     continue
-                changed = change_of(known.function, function, keeps_values=bool(known.traced.kept))
-                if (why := changed or _failure(known.traced, examples)) is None:
+                if (why := _failure(known, function, examples)) is None:
                     self._known.insert(0, self._known.pop(position))
+                    call.kept.moved.update(known.traced.guards.moved)
                     retraces.note_served(len(examples))
                     return known, examples
                 if code_of(known.function) == code:
@@ -265,8 +272,11 @@ def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Exampl
     return None
 
 
-def _failure(traced: GuardedGraph, examples: Collection[Example]) -> Failure | None:
-    misfit = _misfit(traced, examples)
+def _failure(known: _KnownTail, function: Any, examples: Collection[Example]) -> Failure | None:
+    """Why a trace does not serve a call with this function."""
+    if failure := change_of(known.traced.guards, known.function, function):
+        return failure
+    misfit = _misfit(known.traced, examples)
     return None if misfit is None else misfit[1]
 
 

@@ -78,6 +78,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "Python's generator": (lambda: random.Random(0), lambda held: held.random()),
     "a method of a generator": (lambda: numpy.random.default_rng(0).random, lambda held: float(held())),
     "a partial with a generator": (lambda: functools.partial(random.Random(0).uniform, 1.0, 2.0), lambda held: held()),
+    "a partial with a dict": (lambda: functools.partial(_added, {"calls": 0}, "calls"), lambda held: held()),
     "an iterator": (lambda: itertools.count(1), next),
     "an iterator in a list": (lambda: [itertools.cycle([1, 2, 3])], lambda held: next(held[0])),
     "a generator function's": (lambda: iter([*range(1, 99)]), next),
@@ -174,6 +175,7 @@ _DIRECTLY: dict[str, Any] = {
     "Python's generator": _random,
     "a method of a generator": _called,
     "a partial with a generator": _called,
+    "a partial with a dict": _called,
     "an iterator in a list": _in_list,
     **dict.fromkeys(
         ["bytes", "an array", "NumPy's array", "a long list", "a deep list", "a default", "a counter"], _item

@@ -11,7 +11,7 @@ Invariant: `Guards.check` returns None only if running the model's Python again 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
+from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
@@ -129,6 +130,15 @@ class Guards:
         """See `ModelGuard.restrict`."""
         if self._model is not None:
             self._model.restrict(reads)
+
+    @property
+    def moved(self) -> Moved:
+        """See `KeptPlaces`."""
+        return UNMOVED if self._model is None else self._model.moved
+
+    def follow(self, copy: Iterable[tuple[str, Any, Any]]) -> Failure | None:
+        """See `KeptPlaces.follow`."""
+        return None if self._model is None else self._model.follow(copy)
 
     @property
     def not_kept(self) -> list[str]:

@@ -23,7 +23,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.kept import Kept, KeptPlaces
+from roundpipe.effects.kept import Kept, KeptPlaces, Moved
 from roundpipe.effects.places import (
     CLASS,
     CONTAINER,
@@ -45,7 +45,7 @@ from roundpipe.effects.uses import (
     uses_of_functions,
     uses_of_hook,
 )
-from roundpipe.fx.guards.failure import OF_MODEL, Failure
+from roundpipe.fx.guards.failure import OF_LOSS, OF_MODEL, Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
 from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
@@ -143,7 +143,7 @@ class ModelGuard:
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
         self._quick = QuickComparison(self._python.reach.places)
-        self._kept = KeptPlaces(own.kept, self._python.reach.places)
+        self._kept = KeptPlaces(own.kept, self._python.reach.places, self._modules)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
@@ -185,6 +185,16 @@ class ModelGuard:
         if any(use.reads_any_name for use in uses):
             return None
         return frozenset({"forward"}).union(CodeUses.of(codes).reads, *map(attributes_read, kinds))
+
+    @property
+    def moved(self) -> Moved:
+        """See `KeptPlaces`."""
+        return self._kept.moved
+
+    def follow(self, copy: Iterable[tuple[str, Any, Any]]) -> Failure | None:
+        """See `KeptPlaces.follow`."""
+        words = self._kept.follow(copy)
+        return Failure(f"{words} is another object, in which it may keep values", to_fix=OF_LOSS) if words else None
 
     def change(self) -> Failure | None:
         """What is otherwise now.
@@ -249,7 +259,7 @@ class ModelGuard:
         for module, names, values in () if all(map(operator.is_, values_now, self._values)) else self._attributes:
             for name, before in zip(names, values, strict=True):
                 value = module.__dict__.get(name, _MISSING)
-                if not _are_alike(before, value) and not self._sets_itself(module, name, value):
+                if not _are_alike(before, value) and not self._sets_itself(module, name, value, before):
                     place = f"{type(module).__name__}.{name}"
                     number = place if are_other_numbers(before, value) else ""
                     return Failure(f"{place} is {_words(value)}, traced with {_words(before)}", number=number)
@@ -261,8 +271,6 @@ class ModelGuard:
         return None
 
     def _change_of_python(self) -> Failure | None:
-        if words := self._kept.are_elsewhere():
-            return Failure(f"{words} holds another object, in which values are kept")
         changed = self._python.changed(self.own.places)
         place = next((place for place in changed if not self._kept.explain(place)), None)
         if place is None:
@@ -274,9 +282,9 @@ class ModelGuard:
         words = f"{place.words} holds something else now{names and f' ({names})'}"
         return Failure(words, number=place.changed_number())
 
-    def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Whether the forward itself puts such a value there."""
-        is_kept = self._kept.has(module.__dict__, name)
+    def _sets_itself(self, module: nn.Module, name: str, value: Any, before: Any = _MISSING) -> bool:
+        """Whether the forward itself puts such a value there, or leaves values in it."""
+        is_kept = self._kept.has(module.__dict__, name) or self._kept.is_moved(before, value)
         return is_kept or self.own.values.get((module, name)) == kind_and_value(value)
 
     def _keeps_more(self, leaf: nn.Module, hooks: Mapping[int, Any], known: Mapping[int, Any]) -> bool:

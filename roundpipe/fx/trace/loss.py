@@ -21,14 +21,15 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import is_plain
+from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.outside import refused_outside
-from roundpipe.effects.places import CONTAINERS, are_other_numbers
+from roundpipe.effects.places import are_other_numbers
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.effects.uses import filled_cells, names_in, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.guards.failure import OF_LOSS, Failure
-from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.guards.guards import GuardedGraph, Guards
 from roundpipe.fx.trace.tracer import trace
 
 LossFunction = Callable[[Any, Any], Any]
@@ -188,13 +189,16 @@ def _trained_as_before(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
                 parameter.requires_grad_(is_trained)
 
 
-def is_same(first: Any, second: Any, depth: int = 0) -> bool:
-    """Whether two functions, or values that functions hold, are one, or do and hold the same."""
-    if first is second:
+def is_same(first: Any, second: Any, moved: Moved = UNMOVED, depth: int = 0) -> bool:
+    """Whether two functions, or values that functions hold, are one, or do and hold the same.
+
+    A container that has ``moved`` is the same.
+    """
+    if first is second or moved.get(id(first), first) is second:
         return True
     if type(first) is not type(second) or depth > _MAX_DEPTH:
         return False
-    inside = functools.partial(is_same, depth=depth + 1)
+    inside = functools.partial(is_same, moved=moved, depth=depth + 1)
     if isinstance(first, types.FunctionType):
         is_code = first.__code__ == second.__code__ and first.__globals__ is second.__globals__
         return is_code and not first.__dict__ and not second.__dict__ and inside(_held_by(first), _held_by(second))
@@ -214,21 +218,15 @@ def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
     return len(function.__closure__ or ()) - len(cells), cells, function.__defaults__, function.__kwdefaults__
 
 
-def change_of(before: Any, now: Any, *, keeps_values: bool = False) -> Failure | None:
-    """Why a function is not the same as one before; None if it is.
-
-    One that ``keeps_values`` may keep them in what it holds, which must be the same objects then.
-    """
-    if is_same(before, now):
-        for name, one, other in _held_pairs(before, now) if keeps_values and before is not now else ():
-            if one is not other and isinstance(one, CONTAINERS):
-                return Failure(f"{name} is another object, in which it may keep values", to_fix=OF_LOSS)
-        return None
-    pairs = [*_held_pairs(before, now)]
+def change_of(guards: Guards, before: Any, now: Any) -> Failure | None:
+    """Why a function is not the same as one that was traced before, but for what values are left in; None if it is."""
+    pairs = [*_held_pairs(before, now)] if now is not before else []
+    if (failure := guards.follow(pairs)) or is_same(before, now, guards.moved):
+        return failure
     for name, one, other in pairs:
         if are_other_numbers(one, other):
             return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)
-    names = enumerated([name for name, one, other in pairs if not is_same(one, other)], most=3)
+    names = enumerated([name for name, one, other in pairs if not is_same(one, other, guards.moved)], most=3)
     what = f"{names}: not the same as when it was traced" if names else "it is another function, or of another object"
     return Failure(what, to_fix=OF_LOSS)
 

@@ -21,6 +21,8 @@ class KeptOfCall:
     """By microbatch, what is left; whichever thread has it tells it."""
 
     def __init__(self) -> None:
+        self.moved: dict[int, Any] = {}
+        """See `KeptPlaces`."""
         self._values: dict[int, tuple[Sequence[Kept], list[Any]]] = {}
 
     def note(self, microbatch: int, places: Sequence[Kept], values: list[Any]) -> None:
@@ -47,10 +49,10 @@ class KeptOfCall:
             leaves = [trees.leaves(value) for value in values]
             if place.is_appended and not all(map(_is_added, leaves[-1])):
                 for value in values:
-                    place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)))
+                    place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)), self.moved)
             else:
                 merged = [_plain(column, num_ranks) for column in zip(*leaves, strict=True)]
-                place.put(trees.rebuild(values[-1], merged))
+                place.put(trees.rebuild(values[-1], merged), self.moved)
 
 
 def _is_added(leaf: Any) -> bool:
