@@ -23,7 +23,7 @@ from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, value_of
 from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
-from roundpipe.fx.passes.row_losses import RowLoss
+from roundpipe.fx.passes.row_losses import RowLoss, reduction_of_ctc
 from roundpipe.fx.passes.sample_sums import SampleSum
 
 _COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
@@ -204,6 +204,10 @@ class _TermSearch:
         loss = RowLoss.of(node, module, may_hold=True)
         if loss is not None:
             return self._of_loss(loss, module)
+        if (reduction := reduction_of_ctc(node, module)) is not None:
+            count = self.arguments.samples() if reduction == "mean" else None
+            is_known = reduction == "sum" or count is not None
+            return Term(count, is_mean=reduction == "mean") if is_known else None
         is_alike = isinstance(value_of(node), torch.Tensor) and self.arguments.is_alike(node)
         return Term(lambda arguments: 1.0, is_mean=False) if is_alike else None
 

@@ -111,6 +111,22 @@ class RowLoss:
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
 
+def reduction_of_ctc(node: Node, module: nn.Module | None) -> str | None:
+    """How a node that computes the CTC loss of samples, which has them in its second dimension, puts these together.
+
+    Args:
+        module: what a ``call_module`` calls.
+    """
+    if module is not None:
+        return module.reduction if type(module) is nn.CTCLoss else None
+    target: Any = node.target
+    target = target.function if isinstance(target, NamedCall) else target
+    if node.op != "call_function" or target is not F.ctc_loss:
+        return None
+    reduction = inspect.signature(target).bind(*node.args, **node.kwargs).arguments.get("reduction", "mean")
+    return reduction if reduction in ("sum", "mean") else None
+
+
 _OLD = ("size_average", "reduce")
 
 
