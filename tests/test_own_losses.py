@@ -98,6 +98,35 @@ def test_a_mean_runs_in_tiles_with_the_loss_as_part_of_the_last_layer(loss_fn, t
     assert_same(gradients(model), gradients(reference), tolerance)
 
 
+class Orthogonal(HasLoss):
+    """Adds a penalty on weights in place, compared with what is made in memory that it has, as AdaLoRA does."""
+
+    def forward(self, ids, labels=None):
+        outputs, penalty = super().forward(ids, labels), 0
+        for weight in (each for each in self.parameters() if each.ndim == 2):
+            covariance = weight.T @ weight
+            eye = torch.eye(*covariance.size(), out=torch.empty_like(covariance))
+            penalty += torch.norm(covariance - eye, p="fro")
+        outputs["loss"] += 0.01 * penalty
+        return outputs
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_penalty_that_is_made_in_place_is_the_same_for_every_microbatch(num):
+    given = batches()[0]
+    model = Orthogonal().double()
+    reference = copy.deepcopy(model)
+    expected = own(reference(**given), None)
+    expected.backward()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RoundPipeRunConfig(num)
+        loss = piped.forward_backward(input_kwargs=given, loss_fn=own, loss_reduction="mean", run_config=config)
+        piped.synchronize()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+    assert_same(gradients(model), gradients(reference), 1e-12)
+
+
 class Scores(nn.Module):
     """Losses by modules and over elements, and scalars of which nothing is known."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -14,7 +15,15 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key, value_of
+from roundpipe.fx.graph.nodes import (
+    GraphInterpreter,
+    draws_random,
+    has_effect,
+    mutated_by,
+    storage_key,
+    value_of,
+    writes_buffers,
+)
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
 from roundpipe.fx.passes.sample_sums import SampleSum
@@ -31,8 +40,11 @@ class ArgumentValues:
     def __init__(self, traced: TracedGraph, allowed: Callable[[str], bool] = lambda name: True) -> None:
         self._traced = traced
         self._placeholders = {node for node in traced.placeholders if allowed(node.name)}
-        self._written = {storage_key(each) for node in traced.graph.nodes for each in mutated_by(node)} - {None}
-        """Memory that the graph writes in place."""
+        self._writers: dict[Any, list[Node]] = {}
+        """By memory that the graph writes in place, the nodes that write it."""
+        for node in traced.graph.nodes:
+            for key in {storage_key(each) for each in mutated_by(node)} - {None}:
+                self._writers.setdefault(key, []).append(node)
         self._sizes: dict[sympy.Basic, tuple[trees.Path, int]] = {}
         """By symbol, an argument that has it as the size of a dimension."""
         for node in self._placeholders:
@@ -51,11 +63,11 @@ class ArgumentValues:
 
     def is_alike(self, node: Node) -> bool:
         """Whether a value is the same for every microbatch: one that is made from weights."""
-        return all(one.op != "placeholder" and not _is_size(one) and self._is_plain(one) for one in _behind(node))
+        return all(map(self._is_of_weights, _behind(node, self._writers)))
 
     def is_constant(self, node: Node) -> bool:
         """Whether a value is also the same before and after an update."""
-        return self.is_alike(node) and not any(map(self._traced.parameters_of, _behind(node)))
+        return self.is_alike(node) and not any(map(self._traced.parameters_of, _behind(node, self._writers)))
 
     def counter(
         self, target: Node, ignored: Any = None, weight: Node | Callable[[], torch.Tensor] | None = None
@@ -135,7 +147,14 @@ class ArgumentValues:
         return node.op not in ("call_module", "get_attr") and self._is_plain(node)
 
     def _is_plain(self, node: Node) -> bool:
-        return not draws_random(node) and not has_effect(node) and storage_key(node) not in self._written
+        return not draws_random(node) and not has_effect(node) and storage_key(node) not in self._writers
+
+    def _is_of_weights(self, node: Node) -> bool:
+        """Whether a node reads weights, or computes with what it is given; it may write memory of the graph's own."""
+        if node.op == "placeholder" or _is_size(node) or draws_random(node) or writes_buffers(node):
+            return False
+        is_own = node.op != "get_attr" or storage_key(node) not in self._writers
+        return is_own and (not has_effect(node) or bool(mutated_by(node)))
 
     def _values(self, nodes: Sequence[Node], arguments: Any) -> dict[Node, Any]:
         needed = {each for node in nodes for each in _behind(node)}
@@ -162,14 +181,18 @@ def _is_size(node: Node) -> bool:
     return isinstance(value_of(node), torch.SymInt)
 
 
-def _behind(node: Node) -> Iterator[Node]:
-    """A node and all that it is made from, each once; sizes are made from nothing."""
+def _behind(node: Node, writers: Mapping[Any, Sequence[Node]] = MappingProxyType({})) -> Iterator[Node]:
+    """A node and all that it is made from, each once; sizes are made from nothing.
+
+    Args:
+        writers: by memory, nodes that write it, of which what is in it is made, too.
+    """
     pending, seen = [node], set()
     while pending:
         if (one := pending.pop()) not in seen:
             seen.add(one)
             yield one
-            pending += () if _is_size(one) else one.all_input_nodes
+            pending += () if _is_size(one) else (*one.all_input_nodes, *writers.get(storage_key(one), ()))
 
 
 class _ArgumentRun(GraphInterpreter):
