@@ -84,6 +84,11 @@ def unseen() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def is_watched() -> bool:
+    """Whether modes see what this thread calls of torch, as while a model is traced."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
 def has_views(parameter: torch.Tensor) -> bool:
     """Whether other tensors may lie in a parameter's memory, which they would not follow to another place."""
     count = getattr(torch._C, "_storage_Use_Count", None)

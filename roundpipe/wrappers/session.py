@@ -30,6 +30,7 @@ from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.inventory import kept
 from roundpipe.core.options import check_passed_on
+from roundpipe.core.watched import is_watched
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
@@ -321,7 +322,7 @@ class Session:
         if self.__dict__.get("_is_released", True):
             return
         is_in_use = self.engine.is_inside or self.optimizer.is_current or self.engine.running()
-        if is_in_use or not self.optimizer.is_idle:
+        if is_in_use or not self.optimizer.is_idle or is_watched():  # a thread has no modes
             threading.Thread(target=self.release, name=f"roundpipe-end {self.name}").start()
         else:
             self.release()

@@ -80,6 +80,44 @@ def test_a_deleted_model_ends_its_threads():
     assert torch.isfinite(model(batch())).all(), "the user's model lives on"
 
 
+class Collects(nn.Module):
+    """Its forward collects garbage, as any that makes objects may."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(3)
+
+    def forward(self, x):
+        gc.collect()
+        return self.layers(x)
+
+
+@pytest.fixture
+def no_garbage_collected():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_model_that_goes_while_another_is_traced_leaves_the_trace_alone(monkeypatch, no_garbage_collected):
+    failed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: failed.append(raised.exc_value))
+    first = mlp()
+    expected = copy.deepcopy(first)
+    piped = roundpipe.compile(first, devices=["cpu"])
+    optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+    plain = torch.optim.SGD(expected.parameters(), lr=LR)
+    for module, own in ((piped, optimizer), (expected, plain)):
+        square_loss(module(batch()), None).backward()
+        own.step()
+    in_a_circle = [piped]
+    in_a_circle.append(in_a_circle)
+    del piped, module, in_a_circle
+    with roundpipe.compile(nn.Sequential(Collects(), mlp(2)), example_args=(batch(),), devices=["cpu"]) as other:
+        assert len(other.partition_table().splitlines()) > 2 and not failed
+    assert_same(first.state_dict(), expected.state_dict())
+
+
 COMPILES = """
 import gc, linecache
 import torch, roundpipe
