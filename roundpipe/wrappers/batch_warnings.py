@@ -17,7 +17,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
 from roundpipe.core.layers import LayerChain
 from roundpipe.runtime.config import ResolvedConfig
-from roundpipe.runtime.microbatch.lists import unclear_list
+from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
@@ -47,9 +47,18 @@ class BatchWarnings:
         """Calls whose scalars were read from a device."""
 
     def whole_if_unclear(self, config: ResolvedConfig, args: Any, kwargs: Any, label: Any = None) -> ResolvedConfig:
-        """The config for a call, which by default cuts no list of tensors whose entries may be the samples."""
+        """The config for a call, which by default cuts no list whose entries may be the samples."""
         is_whole = config.num_microbatch == 1 and not config.auto
-        if is_whole or config.split_input is not None or (found := unclear_list(args, kwargs, label)) is None:
+        if is_whole or config.split_input is not None:
+            return config
+        if self.may_choose(config) and (name := uncuttable_samples(args, kwargs, label)):
+            self._warn_once(
+                "lists",
+                f"{name} is sparse or nested, and can't be cut. So the batch runs as one microbatch. If its rows are "
+                "samples, give split_input or split_label a function that cuts it",
+            )
+            return replace(config, num_microbatch=1, auto=frozenset())
+        if (found := unclear_list(args, kwargs, label)) is None:
             return config
         how = "give split_input a function that cuts the list"
         tensors = f"{found.name} is a list of {found.length}, and nothing but it tells the number of samples"

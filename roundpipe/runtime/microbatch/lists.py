@@ -1,4 +1,4 @@
-"""Batches that are lists of tensors, of which nothing tells whether an entry is a sample or has all of them."""
+"""Batches that are not cut by default: where a list's entries may be the samples, or where a tensor can't be cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.trees import Path
+from roundpipe.core.trees import Access, Path
+from roundpipe.runtime.microbatch.pieces import is_uncuttable
 from roundpipe.runtime.microbatch.split import input_name, packed_leaves
 
 
@@ -44,6 +45,18 @@ def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = 
     if any(leaf.shape[0] == size for leaf in (*others, *trees.tensors(label)) if leaf.ndim):
         return None
     return UnclearList(input_name(place), len(entries), size, _has_fellow((inputs, label), entries))
+
+
+def uncuttable_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = None) -> str:
+    """The first tensor that would have to be cut and can't be, as the user would write it; empty if there is none."""
+    found = [(path, leaf) for path, leaf in trees.walk((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    found += [((_LABEL, *path), leaf) for path, leaf in trees.walk(label) if isinstance(leaf, torch.Tensor)]
+    sizes = [leaf.size(0) for _, leaf in found if leaf.ndim]
+    names = (input_name(path) for path, leaf in found if is_uncuttable(leaf) and leaf.size(0) == sizes[0])
+    return next(names, "")
+
+
+_LABEL = Access("attribute", "label")
 
 
 def _is_list(value: Any) -> bool:

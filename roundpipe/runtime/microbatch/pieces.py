@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from roundpipe.core.errors import MicrobatchError, RaisedIn
 from roundpipe.runtime.microbatch.merge import described
@@ -51,3 +54,23 @@ def checked_list(result: Any, number: int, what: str, name: str) -> list[Any]:
             "one per microbatch (torch.chunk may give fewer than asked: use torch.tensor_split)"
         )
     return list(result)
+
+
+def cut(tensor: torch.Tensor, sizes: list[int], dim: int, name: str) -> list[torch.Tensor]:
+    """Views of a tensor, one behind the other along a dimension."""
+    if len(sizes) == 1:
+        return [tensor]
+    if is_uncuttable(tensor):
+        raise MicrobatchError(
+            f"{name} is sparse or nested, and can't be cut; use num_microbatch=1, or a function for split_input or "
+            "split_label"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return list(torch.split(tensor, sizes, dim))  # one backward for all pieces, which joins them
+    starts = itertools.accumulate(sizes, initial=0)
+    return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def is_uncuttable(tensor: torch.Tensor) -> bool:
+    """Whether torch has no views of parts of such a tensor."""
+    return tensor.layout is not torch.strided or tensor.is_nested

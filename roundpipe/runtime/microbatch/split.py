@@ -10,7 +10,6 @@ Invariant: `split` gives lists of one length and never changes its arguments.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from roundpipe.runtime.microbatch.merge import (
     shape_of,
     spec_children,
 )
-from roundpipe.runtime.microbatch.pieces import Inputs, call_split_input, checked_list
+from roundpipe.runtime.microbatch.pieces import Inputs, call_split_input, checked_list, cut
 
 logger = logging.getLogger(__name__)
 
@@ -189,16 +188,16 @@ class Division:
                     f"{name} has only {size} samples along dim {spec.split_dim} "
                     f"for {number} microbatches; set num_microbatch lower"
                 )
-            return _pieces(value, self.sizes_for(size), spec.split_dim)
+            return cut(value, self.sizes_for(size), spec.split_dim, name)
         if value.ndim == 0 or number == 1:
             return [value] * number
-        length, known = value.shape[0], self.shared.get(name, ())
+        length, known = value.size(0), self.shared.get(name, ())
         if self.sizes is None or length != sum(self.sizes) or length in known:
             self.whole.append(name)
             if self.sizes is not None:
                 self.shared.setdefault(name, set()).add(length)
             return [value] * number
-        return _pieces(value, self.sizes, 0)
+        return cut(value, self.sizes, 0, name)
 
     def _split_packed(self, packed: RoundPipePackedData, spec: Any, path: Path) -> list[Any]:
         """Packed data as it is, or put together and cut anew where it is in another number of pieces."""
@@ -363,16 +362,6 @@ def _chunked_sizes(value: Any, spec: Any, path: Path) -> Iterator[tuple[int, str
         below = trees.children(value) or []
         for (access, child), child_spec in zip(below, spec_children(spec, below, where) if below else (), strict=True):
             yield from _chunked_sizes(child, child_spec, (*path, access))
-
-
-def _pieces(tensor: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
-    """Views of a tensor, one behind the other along a dimension."""
-    if len(sizes) == 1:
-        return [tensor]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return list(torch.split(tensor, sizes, dim))  # one backward for all pieces, which joins them
-    starts = itertools.accumulate(sizes, initial=0)
-    return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def input_name(path: Path) -> str:
