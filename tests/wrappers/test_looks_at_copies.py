@@ -1,5 +1,7 @@
 """`optim_parameters()` beside `step`: gradients are with the copies, at no more hand-overs than it takes."""
 
+import copy
+
 import pytest
 import torch
 
@@ -63,3 +65,34 @@ def test_the_optimizers_zero_grad_clears_what_is_shown():
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in (*model.parameters(), *piped.optim_parameters()))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_list_of_copies_from_earlier_can_be_clipped_before_a_step(function, dtype, is_async):
+    """By torch's own functions; copies of another dtype have gradients of their own."""
+
+    def clip(parameters):
+        return getattr(torch.nn.utils, function)(parameters, 0.01)
+
+    torch.manual_seed(0)
+    model = mlp().float()
+    reference = copy.deepcopy(model).to(dtype)
+    plain = torch.optim.SGD(reference.parameters(), lr=LR)
+    with roundpipe.RoundPipe(model, devices=["cpu"], optim_dtype=dtype) as piped:
+        copies = list(piped.optim_parameters())
+        optimizer = torch.optim.SGD(copies, lr=LR)
+        for _ in range(4):
+            x = torch.randn(4, 6)
+            piped.forward_backward((x,), loss_fn=lambda out, label: out.square().sum())
+            norm = clip(copies)
+            assert all(each.grad is not None for each in copies)
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async)
+            if not is_async:
+                reference(x.to(dtype)).square().sum().backward()
+                torch.testing.assert_close(clip(reference.parameters()), norm, rtol=1e-5, atol=0)
+                plain.step()
+                plain.zero_grad()
+                expected = {name: weight.float() for name, weight in reference.state_dict().items()}
+                assert_same(model.state_dict(), expected, atol=1e-6)

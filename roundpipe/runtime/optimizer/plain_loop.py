@@ -119,6 +119,11 @@ class PlainSteps(ABC):
         if is_due and self.is_callers and not self.is_calling and not self._runner.is_inside:
             self.synchronize()
 
+    def before_plain_clipping(self, parameters: frozenset[int]) -> None:
+        """Gradients of these, by id, are about to be clipped, or measured for that, outside of ``step_fn``."""
+        if any(id(pair.copy) in parameters for pair in self._pairs):
+            self._before_look()
+
     def before_plain_step(self, parameters: frozenset[int], kind: str) -> None:
         """An optimizer of some class that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
         if self._runner.is_inside and self._ranks is not None and self._ranks.shard is not None and kind in _BY_TENSOR:
@@ -273,9 +278,15 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
     def clip(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if (runner := UpdateRunner.running()) is not None and args and not isinstance(args[0], torch.Tensor):
+        if args and not isinstance(args[0], torch.Tensor):
             args = list(args[0]), *args[1:]
-            runner.before_clipping(args[0])
+        given = args[0] if args else kwargs.get("parameters")
+        if isinstance(given, list) and (runner := UpdateRunner.running()) is not None:
+            runner.before_clipping(given)
+        elif isinstance(given, (list, torch.Tensor)):
+            parameters = frozenset(map(id, given if isinstance(given, list) else [given]))
+            for side in _sides():
+                side.before_plain_clipping(parameters)
         with torchs_own():
             return function(*args, **kwargs)
 
