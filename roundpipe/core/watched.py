@@ -89,6 +89,16 @@ def is_watched() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
+def is_transformed_here() -> bool:
+    """Whether this thread is inside a transform of torch.func, such as vmap, whose tensors have no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that vmap or another function transform made."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def has_views(parameter: torch.Tensor) -> bool:
     """Whether other tensors may lie in a parameter's memory, which they would not follow to another place."""
     count = getattr(torch._C, "_storage_Use_Count", None)

@@ -37,7 +37,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of, without_memory
-from roundpipe.core.watched import unseen
+from roundpipe.core.watched import is_transformed, unseen
 from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
@@ -115,11 +115,6 @@ def draws_unseen(function: Any, args: Any) -> bool:
     has_biases = next(index for index, value in enumerate(args) if type(value) is bool)
     num_layers, dropout, is_training = args[has_biases + 1 : has_biases + 4]
     return bool(num_layers > 1 and dropout and is_training)
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that vmap or another function transform made."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.compiled_modules import COMPILED_CALL, never_compiled
 from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import FixedChain
+from roundpipe.core.watched import is_transformed_here
 from roundpipe.effects.places import REGISTERED, has_hooks
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
 from roundpipe.effects.uses import hooked_modules
@@ -108,7 +109,8 @@ class Part:
         """The module's outputs, from the devices if they can be had there."""
         why = self.stand_in.give_back()
         try:
-            if any(tensor.is_nested for tensor in trees.tensors((args, kwargs))):  # has no batch that could be split
+            has_nested = any(tensor.is_nested for tensor in trees.tensors((args, kwargs)))
+            if has_nested or is_transformed_here():  # there is no batch that could be split
                 return self.module(*args, **kwargs)
             why = self.why_on_host or why or why_unfit(args, kwargs)
             if self._is_split and not is_sequential(self.module):

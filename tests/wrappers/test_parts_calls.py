@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from roundpipe import (
-    AutoRoundPipe,
-    RoundPipeRunConfig,
-)
+import roundpipe
+from roundpipe import AutoRoundPipe, RoundPipeRunConfig
 from roundpipe.wrappers.auto import PartsProgram
 from roundpipe.wrappers.parts import IN_ONE_PIECE, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
@@ -28,6 +26,38 @@ def test_errors_of_a_part_keep_their_type_and_the_next_call_works() -> None:
             pipe(torch.randn(4, WIDTH + 1))
         assert any("linear" in note for note in caught.value.__notes__)
         assert pipe(torch.randn(4, WIDTH)).shape == (4, WIDTH)
+
+
+class Transformed(nn.Module):
+    """Calls a module inside a transform, and another outside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head, self.way = nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "vmap":
+            return self.head(torch.vmap(self.inner)(x))
+        of_one = torch.func.grad if self.way == "grad" else torch.func.jacrev
+        return self.head(torch.vmap(of_one(lambda row: self.inner(row).sum()))(x))
+
+
+@pytest.mark.parametrize("way", ["vmap", "grad", "jacrev"])
+def test_a_module_that_a_transform_calls_runs_as_it_is(way: str) -> None:
+    torch.manual_seed(0)
+    model = Transformed(way)
+    reference, x = copy.deepcopy(model), torch.randn(6, WIDTH)
+    expected = reference(x).square().mean()
+    expected.backward()
+    with pytest.warns(UserWarning, match="inside a function transform"):
+        with roundpipe.compile(model, devices=["cpu"]) as pipe:
+            for _ in range(2):
+                model.zero_grad()
+                loss = pipe.forward_backward((x,), loss_fn=lambda out, _: out.square().mean(), loss_reduction="mean")
+                pipe.synchronize()
+                torch.testing.assert_close(loss, expected.detach())
+                assert_same_gradients(model, reference, 1e-6)
 
 
 class TakesApart(nn.Module):

@@ -23,6 +23,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import safe_point
 from roundpipe.core.modes import Modes
+from roundpipe.core.watched import is_transformed
 from roundpipe.effects.outside import nobody_watched
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import (
@@ -31,7 +32,6 @@ from roundpipe.fx.fakes import (
     FakeWorld,
     draws_unseen,
     is_fake,
-    is_transformed,
     real_world,
     written_unseen,
 )
