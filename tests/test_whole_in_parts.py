@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import roundpipe
-from roundpipe import RoundPipeRunConfig
+from roundpipe import RoundPipeRunConfig, TraceError
+from roundpipe.core.errors import TraceCause
 from tests.runtime.models import assert_same, gradients
 
 WIDTH, NUMBER = 6, 9
@@ -26,6 +27,8 @@ class Parts(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(WIDTH, 2 * NUMBER))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
         self.calls = 0
         self.run = run
 
@@ -50,6 +53,16 @@ def follows_slowly(model: Any, x: torch.Tensor) -> torch.Tensor:
 def counts(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.calls += 1
     return model.layers[0](x) / model.calls
+
+
+def enqueues(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """As MoCo does."""
+    outputs = model.layers[0](x) + (x @ model.queue.clone()).mean(1, keepdim=True)
+    position = int(model.position)
+    with torch.no_grad():
+        model.queue[:, position : position + len(x)] = model.teacher(x).T
+        model.position[0] = (position + len(x)) % model.queue.shape[1]
+    return outputs
 
 
 class Remembers(nn.Module):
@@ -83,7 +96,7 @@ def test_state_in_an_attribute_is_that_of_the_whole_batch() -> None:
         torch.testing.assert_close(model[1].state, reference[1].state)
 
 
-@pytest.mark.parametrize("run", [ends_early, follows_slowly, counts])
+@pytest.mark.parametrize("run", [ends_early, follows_slowly, counts, enqueues])
 def test_by_default_numbers_are_those_of_the_whole_batch(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = Parts(run).double()
@@ -100,6 +113,13 @@ def test_by_default_numbers_are_those_of_the_whole_batch(run: Callable[[Any, tor
         torch.testing.assert_close(piped(x), reference(x))
         assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
         torch.testing.assert_close(model.teacher.weight, reference.teacher.weight)
+
+
+def test_a_decision_by_a_buffer_that_changes_is_shown_where_it_is_taken() -> None:
+    model, x = Parts(enqueues), torch.randn(NUMBER, WIDTH)
+    with pytest.raises(TraceError, match=r"position = int\(model.position\).*decision on buffer position") as caught:
+        roundpipe.compile(model, example_args=(x,), fallback=False)
+    assert caught.value.cause is TraceCause.BUFFER_DATA
 
 
 def test_a_number_that_is_given_stays_and_what_differs_is_said() -> None:

@@ -179,6 +179,7 @@ class TraceCause(enum.Enum):
     ARGUMENT_CHANGED = "puts something into an argument"
     AUTOGRAD = "makes gradients in the forward"
     BUFFER_CREATED = "creates a buffer in the forward"
+    BUFFER_DATA = "decides by a buffer that it changes"
     FORWARD_RAISES = "raises an exception on fake tensors"
     LAYOUT = "asks how an activation lies in memory"
     MODEL_ERROR = "raises the same exception without a trace"

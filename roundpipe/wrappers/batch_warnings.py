@@ -29,6 +29,7 @@ _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
     TraceCause.AUTOGRAD: "its forward makes gradients, and each microbatch would make them of its own samples",
     TraceCause.BUFFER_CREATED: _CHANGES,
+    TraceCause.BUFFER_DATA: _CHANGES,
     TraceCause.PARAMETER_REPLACED: _CHANGES,
     TraceCause.STATE: _CHANGES,
     TraceCause.WEIGHT_WRITTEN: _CHANGES,

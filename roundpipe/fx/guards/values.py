@@ -224,9 +224,12 @@ class ValueProgram:
                 [read for read in data if not _is_decision(read, read.expected)],
             )
         )
-        attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
-        self.buffers = attributes - set(traced.constants)
-        """Names of the buffers that the reads depend on."""
+        self.buffers: dict[str, str] = {}
+        """Names of the buffers that the reads depend on, with the location of the first that does."""
+        for read, nodes in zip(self.reads, self._needed_by, strict=True):
+            for name in (str(node.target) for node in nodes if node.op == "get_attr"):
+                if name not in traced.constants:
+                    self.buffers.setdefault(name, read.location)
 
     def size_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
         """The first read that sizes determine whose answer differs now, with the answer or the error."""

@@ -88,6 +88,8 @@ _BY_CAUSE: dict[TraceCause, str] = {
     TraceCause.ACTIVATION_LEFT: "Return the value and take it as an argument of the next call, or keep it in a buffer: "
     "self.register_buffer({0!r}, ...) in __init__, self.{0}.copy_(value.detach()) in forward",
     TraceCause.BUFFER_CREATED: "Create the buffer in __init__ with its shape, so that forward only changes it",
+    TraceCause.BUFFER_DATA: "Compute with the buffer as a tensor: self.queue.index_copy_(1, index, keys) in place of "
+    "slices between numbers, torch.where(condition, a, b) in place of an if",
     TraceCause.PARAMETER_REPLACED: "Keep a tensor that forward changes in a buffer, "
     "self.register_buffer('codebook', ...) in __init__, and write it with self.codebook.copy_(value)",
     TraceCause.ARGUMENT_CHANGED: "Return the value beside the output, and have the loss function take it from there",

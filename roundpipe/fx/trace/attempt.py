@@ -147,9 +147,10 @@ class Attempt:
         traced = builder.traced
         graph = traced.graph
         values = ValueProgram(traced, self.recorder.data.reader.reads)
-        for name in values.buffers:  # the next microbatch would find other data in it
+        for name, location in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
-                raise Retry(TraceError(f"the forward takes a decision on buffer {name}, which it also changes"))
+                words = f"the forward takes a decision on buffer {name}, which it also changes"
+                raise Retry(TraceError(words, TraceCause.BUFFER_DATA), location=location)
         for node in reversed(list(graph.nodes)):
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
