@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -80,9 +81,28 @@ class Remembers(nn.Module):
         return outputs
 
 
-def test_state_in_an_attribute_is_that_of_the_whole_batch() -> None:
+class Enqueues(nn.Module):
+    """Reads the position at once, and may draw, so that it stays whole for another reason."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.layer, self.draws = nn.Linear(WIDTH, WIDTH), draws
+        self.register_buffer("state", torch.ones(WIDTH, 2 * NUMBER))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        position = int(self.position)
+        outputs = self.layer(x) + (x @ self.state.clone()).mean(1, keepdim=True) + 0.0 * self.draws * random.random()
+        with torch.no_grad():
+            self.state[:, position : position + len(x)] = x.T
+            self.position[0] = (position + len(x)) % self.state.shape[1]
+        return outputs
+
+
+@pytest.mark.parametrize("make", [Remembers, lambda: Enqueues(False), lambda: Enqueues(True)])
+def test_state_of_a_module_is_that_of_the_whole_batch(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembers(), nn.Linear(WIDTH, WIDTH)).double()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)).double()
     reference = copy.deepcopy(model)
     x, label = torch.randn(3, NUMBER, WIDTH, dtype=torch.float64), torch.randint(WIDTH, (NUMBER,))
     with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
@@ -113,6 +133,14 @@ def test_by_default_numbers_are_those_of_the_whole_batch(run: Callable[[Any, tor
         torch.testing.assert_close(piped(x), reference(x))
         assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
         torch.testing.assert_close(model.teacher.weight, reference.teacher.weight)
+
+
+def test_a_model_with_a_module_that_decides_by_its_buffer_is_traced_and_told_of() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Enqueues(False), nn.Linear(WIDTH, WIDTH))
+    x, config = torch.randn(NUMBER, WIDTH), RoundPipeRunConfig(num_microbatch=3)
+    with roundpipe.compile(model, devices=["cpu"], fallback=False) as piped, torch.no_grad():
+        with pytest.warns(UserWarning, match="buffer 1.position, which the forward reads, changes with each batch"):
+            piped(x, roundpipe_run_config=config)
 
 
 def test_a_decision_by_a_buffer_that_changes_is_shown_where_it_is_taken() -> None:

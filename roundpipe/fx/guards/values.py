@@ -64,6 +64,8 @@ class ValueRead:
     """The answer that the graph is specialized to; the shape if it is a tensor."""
     location: str = ""
     """Where the model's code asked."""
+    module: str = ""
+    """Qualified name of the module whose code it was; the root is ``""``."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -166,9 +168,9 @@ class ValueReader:
         """The node's value for the example."""
         return self._answer(ValueRead(lambda value: value, (node,), {}, self._last()))
 
-    def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str) -> Any:
+    def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str, module: str) -> Any:
         """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none."""
-        read = ValueRead(function, args, kwargs, self._last(), location=location)
+        read = ValueRead(function, args, kwargs, self._last(), location=location, module=module)
         if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
             return UNKNOWN
         try:
@@ -224,12 +226,12 @@ class ValueProgram:
                 [read for read in data if not _is_decision(read, read.expected)],
             )
         )
-        self.buffers: dict[str, str] = {}
-        """Names of the buffers that the reads depend on, with the location of the first that does."""
+        self.buffers: dict[str, ValueRead] = {}
+        """Names of the buffers that reads depend on, with the first that does."""
         for read, nodes in zip(self.reads, self._needed_by, strict=True):
             for name in (str(node.target) for node in nodes if node.op == "get_attr"):
                 if name not in traced.constants:
-                    self.buffers.setdefault(name, read.location)
+                    self.buffers.setdefault(name, read)
 
     def size_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
         """The first read that sizes determine whose answer differs now, with the answer or the error."""

@@ -5,7 +5,7 @@ What each operator does is in `dependence_rules`, and in `sample_blocks` in whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -99,6 +99,12 @@ class DependenceWatch(TorchDispatchMode):
         of_weights = any(each.is_weight or each.is_learned for each in known)
         if of_samples or not (of_weights and name in self._torchs):
             self._written.add(name)
+
+    def put_state(self, output: torch.Tensor, buffers: Collection[str]) -> None:
+        """An output is of a module that writes these and could not be followed: it may read them as well."""
+        if buffers:
+            self.put(output, replace(self.known(output), states=self.known(output).states.union(buffers)))
+            self._written.update(buffers)
 
     def known(self, tensor: torch.Tensor) -> Known:
         return self._known.get(id(tensor), NOTHING)

@@ -28,10 +28,10 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing
-from roundpipe.core.module_tree import modules_in
+from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
-from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of
+from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of, writes_buffers
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
@@ -194,7 +194,15 @@ class _DependenceRun(GraphInterpreter):
             value = self._example(node)
             if isinstance(value, torch.Tensor):
                 self._watch.carry(flat_tensors(*self.operands(node.args, node.kwargs)), [value])
+                if node.op == "call_module" and writes_buffers(node):
+                    self._watch.put_state(value, self._buffers_of(str(node.target)))
             return value
+
+    def _buffers_of(self, target: str) -> list[str]:
+        """Names of the buffers in a module, but for those of torch's own modules."""
+        modules = named_modules_in(self._traced.attribute(target))
+        own = ((f"{target}.{path}".rstrip("."), each) for path, each in modules.items() if not _is_torchs(each))
+        return [f"{path}.{name}" for path, each in own for name in each._buffers]
 
     def _example(self, node: Node) -> Any:
         """The node's value at the sizes of the run; None for a structure."""
@@ -221,7 +229,7 @@ class _DependenceRun(GraphInterpreter):
             self._watch.put(fake, Known(is_weight=True))
         elif (name := self._buffers.get(id(tensor))) is not None:
             owner = self._traced.model.get_submodule(name.rpartition(".")[0])
-            self._watch.put_buffer(fake, name, is_torchs=type(owner).__module__.startswith("torch.nn."))
+            self._watch.put_buffer(fake, name, is_torchs=_is_torchs(owner))
         return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -255,6 +263,10 @@ def _has_other_parts(node: Node, value: Any) -> bool:
     if getattr(node.target, "__name__", node.target) != "split" or not isinstance(value, (list, tuple)):
         return False
     return len({user.args[1] for user in node.users if user.target is operator.getitem}) != len(value)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

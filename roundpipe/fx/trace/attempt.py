@@ -147,10 +147,12 @@ class Attempt:
         traced = builder.traced
         graph = traced.graph
         values = ValueProgram(traced, self.recorder.data.reader.reads)
-        for name, location in values.buffers.items():  # the next microbatch would find other data in it
+        for name, read in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
                 words = f"the forward takes a decision on buffer {name}, which it also changes"
-                raise Retry(TraceError(words, TraceCause.BUFFER_DATA), location=location)
+                error, is_inside = TraceError(words, TraceCause.BUFFER_DATA), bool(read.module)
+                decision = Decision.LEAF if is_inside else None
+                raise Retry(error, read.module, decision, location=read.location, is_stateful=is_inside)
         for node in reversed(list(graph.nodes)):
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):

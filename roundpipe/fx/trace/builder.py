@@ -252,15 +252,20 @@ class GraphBuilder:
 class ExampleData:
     """What traced code asks about data, answered from the example where inputs and buffers alone determine it.
 
-    Inside ``pause`` nothing is recorded.
+    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs.
     """
 
     def __init__(
-        self, world: FakeWorld, builder: GraphBuilder, pause: Callable[[], AbstractContextManager[None]]
+        self,
+        world: FakeWorld,
+        builder: GraphBuilder,
+        pause: Callable[[], AbstractContextManager[None]],
+        module: Callable[[], str],
     ) -> None:
         self._world = world
         self._builder = builder
         self._pause = pause
+        self._module = module
         self.reader = ValueReader(builder.traced, world.real_arguments, world.batch)
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -270,7 +275,7 @@ class ExampleData:
             return UNKNOWN
         with self._pause(), real_world():
             node_args, node_kwargs = self._builder.arguments(tuple(args), kwargs)
-            return self.reader.read(function, node_args, node_kwargs, model_location())
+            return self.reader.read(function, node_args, node_kwargs, model_location(), self._module())
 
     def fake_of_answer(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The same as a fake of the example's sizes; None if the result is no tensor or can't be known."""

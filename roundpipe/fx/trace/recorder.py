@@ -108,7 +108,7 @@ class CallRecorder(TorchFunctionMode):
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
-        self.data = ExampleData(world, self.builder, self.pause)
+        self.data = ExampleData(world, self.builder, self.pause, lambda: self.module)
 
     def in_glue(self) -> bool:
         """Whether the model's own Python is running, rather than an operator or a leaf."""
