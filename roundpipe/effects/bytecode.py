@@ -1,4 +1,4 @@
-"""Which names the instructions of some code look up: read from its bytes, as `dis` documents them.
+"""The code of functions and methods, and which names its instructions look up, read from bytes as `dis` documents them.
 
 `dis` itself describes each instruction in full, which takes ten times as long: a model is thousands of functions.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _UNUSED_BITS = {
     "DELETE_GLOBAL": 0,
@@ -43,3 +43,56 @@ def names_by_instruction(code: types.CodeType) -> Iterator[tuple[str, str]]:
             instruction, bits = known
             yield instruction, names[(extended | argument) >> bits]
         extended = 0
+
+
+Methods = Mapping[str, tuple[types.CodeType, ...]]
+"""By name, the code of a method, and of what a decorator was put around."""
+
+
+def codes_of(kind: type) -> Iterator[types.CodeType]:
+    """The code of the methods of a class and of those it is made from, overridden ones too, but for torch's."""
+    return (code for _, codes in _all_methods(kind) for code in codes)
+
+
+def methods_of(kind: type) -> Methods:
+    """The methods of a class that nothing overrides, but for torch's."""
+    return dict(_all_methods(kind))
+
+
+def _all_methods(kind: type) -> Iterator[tuple[str, tuple[types.CodeType, ...]]]:
+    for owner in reversed(kind.__mro__):
+        if owner.__module__ != "builtins" and not owner.__module__.startswith("torch."):
+            for name, function in vars(owner).items():
+                if isinstance(function, types.FunctionType):
+                    yield name, code_layers(function)
+
+
+def code_layers(function: types.FunctionType) -> tuple[types.CodeType, ...]:
+    """The code of a function, and of what decorators were put around, the innermost last."""
+    codes = {function.__code__: None}
+    while isinstance(function := function.__dict__.get("__wrapped__"), types.FunctionType):  # type: ignore[assignment]
+        if function.__code__ in codes:
+            break
+        codes[function.__code__] = None
+    return tuple(codes)
+
+
+def with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from with_nested(constant)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Names that a function's code may look up, nested functions included."""
+    return (name for inner in with_nested(code) for name in inner.co_names)
+
+
+def words_in(code: types.CodeType) -> Iterator[str]:
+    """Strings in a function's code, nested functions included: names of keyword arguments are among them."""
+    for inner in with_nested(code):
+        for constant in inner.co_consts:
+            words = constant if isinstance(constant, tuple) else (constant,)
+            yield from (word for word in words if isinstance(word, str))

@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from roundpipe.core.attributes import stored_attribute
+from roundpipe.effects.bytecode import names_in
 from roundpipe.effects.places import CONTAINERS, has_attributes, is_library
-from roundpipe.effects.uses import CodeUses, function_of, names_in
+from roundpipe.effects.uses import CodeUses, function_of
 
 _MAX_FUNCTIONS = 64
 

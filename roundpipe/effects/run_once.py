@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,24 +16,24 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
+from roundpipe.effects.bytecode import codes_of, names_in, words_in
 from roundpipe.effects.places import CONTAINERS, has_attributes, is_closed, is_library, view_of
 from roundpipe.effects.reach import MAX_DEPTH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import (
     CodeUses,
     asks_for_gradients,
-    codes_of,
     filled_cells,
     forward_hooks,
     methods_of_forward,
-    names_in,
     uses_of_forward,
     uses_of_hook,
     uses_of_methods,
-    words_in,
 )
 
 _MAX_ITEMS = 256
+_OF_DECORATOR = torch.no_grad()(lambda: None).__code__.co_name
+"""Of the function that torch puts around one that is decorated with a mode for gradients."""
 
 
 def hooks_run_around(module: nn.Module) -> bool:
@@ -61,7 +62,9 @@ def must_run_once(module: nn.Module) -> bool:
     if uses.sets & uses.reads or uses.rebinds or asks_for_gradients(kind):
         return True
     in_place = any(name.endswith("_") and not name.startswith("_") for name in uses.reads)
-    if "data" in uses.reads or "no_grad" in uses.reads and in_place or _hooks_must(module):  # the first two: weights
+    codes = chain.from_iterable(methods_of_forward(kind).values())
+    is_without = "no_grad" in uses.reads or any(code.co_name == _OF_DECORATOR for code in codes)
+    if "data" in uses.reads or is_without and in_place or _hooks_must(module):  # the first two: weights
         return True
     values = [module.__dict__.get(name) for name in uses.reads]
     for name in methods_of_forward(kind):
@@ -174,12 +177,12 @@ _AUTOGRAD = frozenset({"autograd", "backward", "grad"}) | _FUNCTIONAL
 
 def runs_autograd(module: nn.Module) -> bool:
     """Whether a module's code seems to compute gradients itself, which can't go twice through what is on a device."""
-    return any(not _AUTOGRAD.isdisjoint(names_in(code)) for _, code in codes_of(type(module)))
+    return any(not _AUTOGRAD.isdisjoint(names_in(code)) for code in codes_of(type(module)))
 
 
 def differentiates_gradients(module: nn.Module) -> bool:
     """Whether a module's code seems to make gradients that a loss goes through, as models of forces do."""
-    codes = [code for _, code in codes_of(type(module))]
+    codes = list(codes_of(type(module)))
     return any("create_graph" in words_in(code) or not _FUNCTIONAL.isdisjoint(names_in(code)) for code in codes)
 
 

@@ -12,51 +12,31 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from roundpipe.core.attributes import stored_attribute
-from roundpipe.effects.bytecode import instructions_in, names_by_instruction
+from roundpipe.effects.bytecode import (
+    Methods,
+    code_layers,
+    codes_of,
+    instructions_in,
+    methods_of,
+    names_by_instruction,
+    names_in,
+    with_nested,
+)
 from roundpipe.effects.places import is_library, package_of
-
-
-def codes_of(kind: type) -> Iterator[tuple[str, types.CodeType]]:
-    """Names and code of the methods of a class and of those it is made from, but for torch's; overriding ones later."""
-    for owner in reversed(kind.__mro__):
-        if owner.__module__ != "builtins" and not owner.__module__.startswith("torch."):
-            for name, function in vars(owner).items():
-                if isinstance(function, types.FunctionType):
-                    yield name, function.__code__
-
-
-def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _with_nested(constant)
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function's code may look up, nested functions included."""
-    return (name for inner in _with_nested(code) for name in inner.co_names)
-
-
-def words_in(code: types.CodeType) -> Iterator[str]:
-    """Strings in a function's code, nested functions included: names of keyword arguments are among them."""
-    for inner in _with_nested(code):
-        for constant in inner.co_consts:
-            words = constant if isinstance(constant, tuple) else (constant,)
-            yield from (word for word in words if isinstance(word, str))
 
 
 def reads_before_it_sets(kind: type, attribute: str) -> bool:
     """Whether a method of a class reads an attribute above where it sets it, as state from one call to the next."""
-    for _, code in codes_of(kind):
+    for code in codes_of(kind):
         steps = [instruction for instruction, name in names_by_instruction(code) if name == attribute]
         if steps[:1] == ["LOAD_ATTR"] and "STORE_ATTR" in steps:
             return True
@@ -186,7 +166,7 @@ class CodeUses:
 
     @staticmethod
     def of(codes: Iterable[types.CodeType]) -> CodeUses:
-        parts = [_uses_of_code(inner) for code in codes for inner in _with_nested(code)]
+        parts = [_uses_of_code(inner) for code in codes for inner in with_nested(code)]
         reads: frozenset[str] = frozenset().union(*(part.reads for part in parts))
         return CodeUses(
             reads,
@@ -201,7 +181,7 @@ class CodeUses:
 @_once_for_each
 def variables_of(code: types.CodeType) -> list[str]:
     """`CodeUses.variables` of one function alone, sorted."""
-    return sorted(frozenset[str]().union(*(_uses_of_code(inner).variables for inner in _with_nested(code))))
+    return sorted(frozenset[str]().union(*(_uses_of_code(inner).variables for inner in with_nested(code))))
 
 
 @_once_for_each  # a model's code is thousands of functions, and taking one apart is slow
@@ -256,27 +236,31 @@ def _makes_up_names(code: types.CodeType) -> bool:
 @_once_for_each
 def attributes_read(kind: type) -> frozenset[str]:
     """Names of attributes that the methods of a class read, of whatever object."""
-    return CodeUses.of(code for name, code in dict(codes_of(kind)).items() if name != "__init__").reads
+    methods = methods_of(kind)
+    return CodeUses.of(code for name, codes in methods.items() if name != "__init__" for code in codes).reads
 
 
 @_once_for_each
 def uses_of_forward(kind: type) -> CodeUses:
     """What the forward of a class does, with those of its methods that it may call."""
-    return CodeUses.of(methods_of_forward(kind).values())
+    return CodeUses.of(chain.from_iterable(methods_of_forward(kind).values()))
 
 
-def methods_of_forward(kind: type) -> dict[str, types.CodeType]:
+def methods_of_forward(kind: type) -> Methods:
     """The methods of a class that its forward may call, and those that run whatever it does."""
-    return _called(dict(codes_of(kind)), _ALWAYS_RUN)
+    return _called(methods_of(kind), _ALWAYS_RUN)
 
 
 def uses_of_methods(kind: type, names: Iterable[str]) -> CodeUses:
     """What methods of a class do that code with some names in it may call; operators are taken for called."""
     own = [owner for owner in reversed(kind.__mro__) if not is_library(owner)]
     methods = {
-        name: method.__code__ for owner in own for name, method in vars(owner).items() if hasattr(method, "__code__")
+        name: code_layers(method)
+        for owner in own
+        for name, method in vars(owner).items()
+        if isinstance(method, types.FunctionType)
     }
-    return CodeUses.of(_called(methods, (*names, *OPERATORS)).values())
+    return CodeUses.of(chain.from_iterable(_called(methods, (*names, *OPERATORS)).values()))
 
 
 def uses_of_properties(kinds: Iterable[type], names: frozenset[str]) -> CodeUses:
@@ -287,21 +271,21 @@ def uses_of_properties(kinds: Iterable[type], names: frozenset[str]) -> CodeUses
     return CodeUses.of(getter.__code__ for getter in getters if isinstance(getter, types.FunctionType))
 
 
-def _called(methods: Mapping[str, types.CodeType], names: Iterable[str]) -> dict[str, types.CodeType]:
+def _called(methods: Methods, names: Iterable[str]) -> Methods:
     """Those methods that have some names, and those that they may call."""
-    reached: dict[str, types.CodeType] = {}
+    reached: dict[str, tuple[types.CodeType, ...]] = {}
     pending = list(names)
     while pending:
         name = pending.pop()
         if name in methods and name not in reached:
             reached[name] = methods[name]
-            pending += names_in(methods[name])
+            pending += chain.from_iterable(map(names_in, methods[name]))
     return reached
 
 
 def uses_of_functions(codes: Iterable[types.CodeType], kinds: Iterable[type]) -> CodeUses:
     """What those functions do that are no methods of some classes."""
-    methods = {code for kind in kinds for code in dict(codes_of(kind)).values()}
+    methods = {code for kind in kinds for codes in methods_of(kind).values() for code in codes}
     return CodeUses.of(code for code in codes if code not in methods)
 
 
@@ -377,7 +361,7 @@ def hooked_modules(root: nn.Module) -> Iterator[nn.Module]:
 @_once_for_each
 def compares_arguments(kind: type) -> bool:
     """Whether the forward of a class, or a method that it may call, asks if two of its arguments are one object."""
-    for code in methods_of_forward(kind).values():
+    for code in chain.from_iterable(methods_of_forward(kind).values()):
         own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         names = [each.argval if each.opname == "LOAD_FAST" else None for each in dis.get_instructions(code)]
         for position, instruction in enumerate(dis.get_instructions(code)):
@@ -389,4 +373,5 @@ def compares_arguments(kind: type) -> bool:
 @_once_for_each
 def asks_for_inference_mode(kind: type) -> bool:
     """Whether the forward of a class, or a method that it may call, asks if `torch.inference_mode` is on."""
-    return any("is_inference_mode_enabled" in names_in(code) for code in methods_of_forward(kind).values())
+    codes = chain.from_iterable(methods_of_forward(kind).values())
+    return any("is_inference_mode_enabled" in names_in(code) for code in codes)

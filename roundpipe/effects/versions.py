@@ -8,30 +8,60 @@ import torch
 from torch import nn
 
 from roundpipe.core.module_tree import modules_in
+from roundpipe.core.storages import is_plain
 
 
 class WeightSnapshot:
-    """The parameters of a module and those below it, by version: cheap enough for every call."""
+    """The parameters of a module and those below it, by version and memory: cheap enough for every call.
 
-    __slots__ = ("_module", "_weights")
+    Args:
+        with_norms: whether writes by way of ``.data``, of which a version tells nothing, are seen as well. Reads all.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
+    __slots__ = ("_module", "_norms", "_weights")
+
+    def __init__(self, module: nn.Module, *, with_norms: bool = False) -> None:
         self._module = module
         self._weights = [
-            (owner, name, weight, version_of(weight))
+            (owner, name, weight, version_of(weight), _memory_of(weight))
             for owner in modules_in(module)
             for name, weight in owner._parameters.items()
         ]
+        self._norms = self._norms_now() if with_norms else None
 
     def diff(self) -> str | None:
         """The qualified name of a parameter that was written, or has another in its place."""
-        for owner, name, weight, version in self._weights:
+        for owner, name, weight, version, memory in self._weights:
             parameters = owner._parameters  # those of script modules have no get
             now = parameters[name] if name in parameters else None
-            if now is not weight or version_of(weight) != version:
-                prefix = next((prefix for prefix, other in self._module.named_modules() if other is owner), "")
-                return f"{prefix}.{name}".lstrip(".")
+            if now is not weight or version_of(weight) != version or _memory_of(weight) != memory:
+                return self._name(owner, name)
+        if self._norms is not None:
+            norms = zip(self._norms, self._norms_now(), strict=True)
+            for (owner, name, *_), (before, after) in zip(self._weights, norms, strict=True):
+                if before != after and before == before:  # NaN is no other than before
+                    return self._name(owner, name)
         return None
+
+    def _name(self, owner: nn.Module, name: str) -> str:
+        prefix = next((prefix for prefix, other in self._module.named_modules() if other is owner), "")
+        return f"{prefix}.{name}".lstrip(".")
+
+    def _norms_now(self) -> list[float]:
+        """The norm of each; 0 where there is nothing to look at."""
+        by_index = {
+            index: torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
+            for index, (_, _, weight, *_) in enumerate(self._weights)
+            if weight is not None and _memory_of(weight) and weight.is_floating_point() and weight.device.type != "meta"
+        }
+        norms = torch.stack([*by_index.values()]).tolist() if by_index else []
+        found = dict(zip(by_index, norms, strict=True))
+        return [found.get(index, 0.0) for index in range(len(self._weights))]
+
+
+def _memory_of(weight: torch.Tensor | None) -> int:
+    """Another one if a parameter's ``.data`` was set; 0 where there is none."""
+    return weight.untyped_storage()._cdata if weight is not None and is_plain(weight) else 0
 
 
 def version_of(tensor: torch.Tensor | None) -> int:

@@ -40,7 +40,7 @@ from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import is_transformed, unseen
 from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
-from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
+from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of, flat_tensors
 from roundpipe.fx.twin import make_twin
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
@@ -93,7 +93,10 @@ _NORMS = {
 
 
 def written_unseen(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that a call writes although their versions stay the same: running statistics."""
+    """The arguments that a call writes although their versions stay the same: running statistics, lists of tensors."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return flat_tensors(args[:1])
     signature = _NORMS.get(function)
     if signature is None:
         return []

@@ -113,9 +113,10 @@ class _ModuleLayer(nn.Module):
         if self.watch is None:
             return {self.makes: module(*args, **kwargs)}
         layer = layer or type(module).__name__
-        weights = WeightSnapshot(module)
+        is_due = self.watch.is_due()
+        weights = WeightSnapshot(module, with_norms=is_due)
         given = TensorVersions(trees.tensors((args, kwargs)) if self.unpack else ())
-        before = ContentsSnapshot(module.modules()) if self.watch.is_due() else None
+        before = ContentsSnapshot(module.modules()) if is_due else None
         output = module(*args, **kwargs)
         if written := weights.diff():
             raise ConfigError(

@@ -99,6 +99,8 @@ class WatchedModule(nn.Module):
         self.module = module
         self._index = index
         self._passing_on = passing_on
+        self._proven_modes: set[tuple[bool, bool]] = set()
+        """Those in which it ran and wrote no weights: whether training, and whether gradients were recorded."""
         self._has_weights = weight_bytes_of(module) > 0
         kinds = {type(submodule) for submodule in module.modules()}
         self._read = frozenset().union(*map(attributes_read, kinds))
@@ -125,7 +127,8 @@ class WatchedModule(nn.Module):
         containers = [(value, copy.copy(value)) for value in _containers(outside)]
         collectors = [(value, copy.copy(value)) for value in _containers(contextvars.copy_context().values())]
         snapshot = ContentsSnapshot(self.module.modules())
-        weights = WeightSnapshot(self.module)
+        mode = self.module.training, torch.is_grad_enabled()
+        weights = WeightSnapshot(self.module, with_norms=mode not in self._proven_modes)
         run = self.module.forward if self._passing_on is None and hooks_run_around(self.module) else self.module
         result = run(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
@@ -142,6 +145,7 @@ class WatchedModule(nn.Module):
             raise SideEffect(f"its forward changes the {type(value).__name__} in attribute {name!r}")
         if written := weights.diff():
             raise SideEffect(f"its forward writes its parameter {written!r}")
+        self._proven_modes.add(mode)
         for change in snapshot.diff():
             if change.is_torchs:
                 continue

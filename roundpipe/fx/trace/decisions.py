@@ -174,7 +174,7 @@ class Knowledge:
             line=int(line) if line.isdigit() else 0,
             source=source_at(location),
             module=retry.module,
-            stateful=tuple(dict.fromkeys((*facts.stateful, *stateful))),
+            stateful=tuple(dict.fromkeys((*facts.stateful, *stateful, *[retry.module] * retry.is_stateful))),
         )
         words = f"at {with_source(location)}: {retry.summary().rstrip('.')}. {advice(cause, facts)}"
         return TraceError(f"can't trace {type(model).__name__}: {words}", cause, facts)

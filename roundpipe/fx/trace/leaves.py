@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.effects.bytecode import names_in
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
-from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in, reads_before_it_sets
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, reads_before_it_sets
 from roundpipe.fx.fakes import draws_unseen, written_unseen
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location

@@ -21,11 +21,12 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import is_plain
+from roundpipe.effects.bytecode import names_in
 from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.places import are_other_numbers
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
-from roundpipe.effects.uses import filled_cells, names_in, reached_by
+from roundpipe.effects.uses import filled_cells, reached_by
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.guards.failure import OF_LOSS, Failure

@@ -212,7 +212,7 @@ class CallRecorder(TorchFunctionMode):
         return out
 
     def _written_weight(self, words: str) -> Retry:
-        return self.give_up(TraceError(words, TraceCause.WEIGHT_WRITTEN))
+        return self.give_up(TraceError(words, TraceCause.WEIGHT_WRITTEN), is_stateful=True)
 
     def _leaves_weights_alone(self, write: Write, written: list[torch.Tensor]) -> bool:
         """Whether a call in glue writes nothing but a weight, and changes nothing of it now; the guards look again."""

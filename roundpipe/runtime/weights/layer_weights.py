@@ -14,7 +14,8 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
 from roundpipe.core.storages import bytes_of, is_plain, unshare
-from roundpipe.effects.uses import changes_sizes, codes_of, names_in
+from roundpipe.effects.bytecode import codes_of, names_in
+from roundpipe.effects.uses import changes_sizes
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.slots import Slot, SlotSpan, TensorPlaces, aligned, attributes_of, tensors_of
 
@@ -307,5 +308,5 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _writes_buffers(module: nn.Module) -> bool:
-    writes_data = any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for _, code in codes_of(type(module)))
+    writes_data = any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for code in codes_of(type(module)))
     return writes_data and any(each._buffers for each in module.modules())
