@@ -82,20 +82,23 @@ def test_the_batch_size_is_that_of_the_first_tensor_with_a_dim():
     assert sizes(kwargs_only.labels) == [2, 2] and kwargs_only.args == [(), ()]
 
 
-@pytest.mark.parametrize("entry", ["text", 3, {"boxes": rows(4)}, ["a", "b"]])
-def test_a_list_with_an_entry_for_each_sample_is_not_split_and_one_warning_says_so(entry):
+LISTS = [*([entry] * 4 for entry in ("text", 3, {"boxes": rows(4)}, ["a", "b"])), ("text",) * 4, rows(4).numpy()]
+
+
+@pytest.mark.parametrize("entries", LISTS)
+def test_a_list_with_an_entry_for_each_sample_is_not_split_and_one_warning_says_so(entries):
     """Texts, or targets of detection: a loss that goes through outputs and the list would take the wrong ones."""
     with pytest.warns(UserWarning) as caught:
-        pieces = split((rows(4),), {}, [entry] * 4, config(2))
+        pieces = split((rows(4),), {}, entries, config(2))
     assert len(caught) == 1
-    assert str(caught[0].message).startswith("label: a list of as many entries as the batch has samples")
+    assert str(caught[0].message).startswith("label: a list or array of as many entries as the batch has samples")
     assert [len(label) for label in pieces.labels] == [4, 4]
-    with pytest.warns(UserWarning, match="captions.*: a list of as many entries"):
+    with pytest.warns(UserWarning, match="captions.*: a list or array of as many entries"):
         split((rows(4),), {}, {"of": {"captions": ["text"] * 4}}, config(2))
 
 
 @pytest.mark.parametrize(
-    ("label", "number"), [([rows(4)] * 4, 2), (["text"] * 3, 2), (["text"] * 4, 1), ([None] * 4, 2), (("a",) * 4, 2)]
+    ("label", "number"), [([rows(4)] * 4, 2), (["text"] * 3, 2), (["text"] * 4, 1), ([None] * 4, 2), ((3,) * 4, 2)]
 )
 def test_other_lists_are_no_reason_for_a_warning(label, number):
     with warnings.catch_warnings():

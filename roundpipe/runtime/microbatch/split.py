@@ -169,17 +169,21 @@ class Division:
         return [trees.with_children(value, list(row)) for row in rows]
 
     def _note_list(self, value: Any, path: Path) -> None:
-        """Note a list that may be of samples: of texts, or of a dict for each image."""
-        if type(value) is not list or self.sizes is None or not 1 < self.num_microbatches <= len(value):
+        """Note a list that may be of samples, such as a dict for each image, a tuple of texts, or NumPy's array."""
+        is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+        is_texts = type(value) is tuple and all(isinstance(entry, str) for entry in value)
+        if self.sizes is None or self.num_microbatches == 1 or not (is_array or is_texts or type(value) is list):
             return
         is_other = (isinstance(entry, (torch.Tensor, RoundPipePackedData)) or entry is None for entry in value)
-        if len(value) == sum(self.sizes) and not any(is_other):
+        if len(value) == sum(self.sizes) and (is_array or not any(is_other)):
             self.lists.append(input_name(path))
 
     def _split_leaf(self, value: Any, spec: Any, path: Path) -> list[Any]:
         name, number = input_name(path), self.num_microbatches
         check_leaf_spec(spec, name, ("TensorChunkSpec", "_Replicate"))
         if not isinstance(value, torch.Tensor) or is_spec_of(spec, "_Replicate"):
+            if spec is None:
+                self._note_list(value, path)
             return [value] * number
         if spec is not None:
             size = checked_dim_size(value, spec, name)
@@ -242,10 +246,11 @@ class Division:
                 "gets the whole tensor; say with split_input or split_label how it is split, if it is"
             )
         if self.lists:
+            names = ", ".join(self.lists)
             warn(
-                f"{', '.join(self.lists)}: a list of as many entries as the batch has samples, but only tensors are "
-                "split, so every microbatch gets all entries; if they belong to the samples, give split_input or "
-                "split_label a function that splits the list"
+                f"{names}: a list or array of as many entries as the batch has samples, but only tensors are split, so "
+                "every microbatch gets all entries; if they belong to the samples, give split_input or split_label a "
+                "function that splits it"
             )
 
 
