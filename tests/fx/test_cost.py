@@ -316,3 +316,13 @@ def test_formulas_name_kernels_that_torch_has() -> None:
     formulas = counting.extra_formulas()
     names = {packet.__name__.rpartition(".")[2] for packet in formulas}
     assert "_scaled_dot_product_flash_attention_for_cpu" in names
+
+
+def test_backward_hooks_of_the_users_see_nothing_of_it() -> None:
+    model, seen = Perceptron(), list[Any]()
+    model.up.register_full_backward_hook(lambda module, into, out: seen.append(out[0]))
+    model.down.register_full_backward_pre_hook(lambda module, out: seen.append(out[0]))
+    found = costs_by_name(handmade.trace(model, torch.randn(6, 8)))
+    assert found["down"].backward_flops == 2 * found["down"].forward_flops and not seen
+    model(torch.randn(6, 8)).sum().backward()
+    assert len(seen) == 2

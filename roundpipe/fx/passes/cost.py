@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -183,6 +184,9 @@ class _CostRun(GraphInterpreter):
             leaf = self._traced.attribute(str(node.target))
             originals = (*parameters_in(leaf), *buffers_in(leaf))
             self._twin, _ = make_twin(leaf, {weight: self._fake_weight(weight) for weight in originals})
+            for inner in modules_in(self._twin):
+                if not isinstance(inner, torch.jit.ScriptModule):  # what a hook notes is for the user's own backwards
+                    inner._backward_hooks, inner._backward_pre_hooks = OrderedDict(), OrderedDict()
             weights = [*parameters_in(self._twin), *buffers_in(self._twin)]
         with code_on_fakes(), self._mode, torch.random.fork_rng(devices=[]):
             leaves = self.values = {operand: self._fake(operand) for operand in _tensor_operands(node)}
