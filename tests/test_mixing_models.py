@@ -236,9 +236,10 @@ def test_a_piece_that_has_none_does_nothing_with_them(asks: Any) -> None:
 class Balanced(nn.Module):
     """A classifier of tokens whose loss has a mean over those that count, and a product of means over all."""
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, weight: float, has_histogram: bool = False) -> None:
         super().__init__()
         self.table, self.router = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 3)
+        self.has_histogram = has_histogram
         self.experts, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 20)
         self.weight = weight
 
@@ -248,13 +249,17 @@ class Balanced(nn.Module):
         chosen = F.one_hot(shares.argmax(-1), 3).to(shares.dtype)
         x = sum(expert(x) * (chosen * shares)[:, index, None] for index, expert in enumerate(self.experts))
         loss = F.cross_entropy(self.head(x), labels.flatten())
-        return {"loss": loss + self.weight * 3 * (chosen.mean(0) * shares.mean(0)).sum()}
+        counts = chosen.mean(0)
+        if self.has_histogram:  # as the load balancing of transformers has
+            counts = torch.histc(shares.argmax(-1).to(shares.dtype), bins=3, min=0, max=2) / len(x)
+        return {"loss": loss + self.weight * 3 * (counts * shares.mean(0)).sum()}
 
 
+@pytest.mark.parametrize("has_histogram", [False, True])
 @pytest.mark.parametrize("weight", [1e-9, 0.5])
-def test_products_of_means_count_by_samples_and_means_by_their_targets(weight: float) -> None:
+def test_products_of_means_count_by_samples_and_means_by_their_targets(weight: float, has_histogram: bool) -> None:
     torch.manual_seed(0)
-    model = Balanced(weight).to(DTYPE)
+    model = Balanced(weight, has_histogram).to(DTYPE)
     reference = copy.deepcopy(model)
     ids = torch.randint(20, (NUMBER, 9))
     labels = ids.clone()

@@ -20,7 +20,7 @@ from roundpipe.fx.sizes import flat_tensors
 
 _REDUCTIONS = frozenset(
     "sum nansum mean amax amin max min prod any all argmax argmin logsumexp var std var_mean std_mean norm "
-    "linalg_vector_norm median nanmedian mode kthvalue aminmax count_nonzero".split()
+    "linalg_vector_norm median nanmedian mode kthvalue aminmax count_nonzero histc bincount".split()
 )
 _ALONG = frozenset(
     "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort flip roll diff "
