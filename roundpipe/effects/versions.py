@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,8 @@ from roundpipe.core.storages import is_plain
 class WeightSnapshot:
     """The parameters of a module and those below it, by version and memory: cheap enough for every call.
 
+    One that has another dtype afterwards was converted, which is no write.
+
     Args:
         with_norms: whether writes by way of ``.data``, of which a version tells nothing, are seen as well. Reads all.
     """
@@ -23,7 +26,7 @@ class WeightSnapshot:
     def __init__(self, module: nn.Module, *, with_norms: bool = False) -> None:
         self._module = module
         self._weights = [
-            (owner, name, weight, version_of(weight), _memory_of(weight))
+            (owner, name, weight, version_of(weight), _memory_of(weight), None if weight is None else weight.dtype)
             for owner in modules_in(module)
             for name, weight in owner._parameters.items()
         ]
@@ -31,16 +34,17 @@ class WeightSnapshot:
 
     def diff(self) -> str | None:
         """The qualified name of a parameter that was written, or has another in its place."""
-        for owner, name, weight, version, memory in self._weights:
+        norms = [(0.0, 0.0)] * len(self._weights)
+        if self._norms is not None:
+            norms = list(zip(self._norms, self._norms_now(), strict=True))
+        for (owner, name, weight, version, memory, dtype), (norm, norm_now) in zip(self._weights, norms, strict=True):
             parameters = owner._parameters  # those of script modules have no get
             now = parameters[name] if name in parameters else None
-            if now is not weight or version_of(weight) != version or _memory_of(weight) != memory:
+            if now is not weight or version_of(weight) != version:
                 return self._name(owner, name)
-        if self._norms is not None:
-            norms = zip(self._norms, self._norms_now(), strict=True)
-            for (owner, name, *_), (before, after) in zip(self._weights, norms, strict=True):
-                if before != after and before == before:  # NaN is no other than before
-                    return self._name(owner, name)
+            is_other = _memory_of(weight) != memory or norm != norm_now and not math.isnan(norm)
+            if is_other and weight is not None and weight.dtype == dtype:
+                return self._name(owner, name)
         return None
 
     def _name(self, owner: nn.Module, name: str) -> str:

@@ -3,10 +3,12 @@
 import contextvars
 import copy
 import types
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import ConfigError
@@ -146,3 +148,15 @@ def test_global_hooks_are_warned_of_once():
         finally:
             handle.remove()
     assert sum("global module hooks" in str(one.message) for one in w) == 1
+
+
+def test_torchs_search_for_anomalies_finds_none_in_what_fakes_fail_at():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, label = torch.randn(12, 8), torch.randint(4, (12,))
+    with roundpipe.compile(model, devices=["cpu"]) as piped, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.autograd.detect_anomaly():
+            loss = piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+            torch.testing.assert_close(loss, F.cross_entropy(model(x), label).detach())
+            assert torch.is_anomaly_enabled()
+    assert not any("Error detected" in str(each.message) for each in caught)
