@@ -46,6 +46,7 @@ def logging_loss(logs: dict[str, Any], history: list[Any]) -> Callable[[torch.Te
         logs.update(loss=loss.detach(), smooth=smooth.item(), percent=100 * loss.detach().cpu())
         logs["accuracy"], logs["hits"] = accuracy(outputs, label), (outputs.argmax(-1) == label).sum()
         logs["parts"], logs["name"] = {"all": [loss.item(), smooth.detach()]}, "a loss"
+        logs["samples"], logs["scores"], logs["classes"] = label.shape[0], 2 * outputs.numel(), outputs.shape[-1]
         history.append(logs["loss"])
         return loss + 0.5 * smooth
 

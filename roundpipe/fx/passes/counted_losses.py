@@ -126,17 +126,34 @@ def _by_terms(
     terms = {term for each in (*parts.values(), *kept_parts.values()) for term in each.terms}
     weighed_before = {each.path: each for node, each in by_node.items() if node in terms and each.has_terms}
     weighed = _weigh(loss, parts, kept_parts)
+    loss.added |= {node.name for node in _kept_sizes(loss, whole)}
     is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
     is_one_mean = is_one_mean and all(term.divisor is None for term in weighed.values())
     return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean)
 
 
-def _kept_scalars(loss: TracedGraph) -> Iterator[Node]:
-    """The scalars that a function leaves in Python."""
+def _kept_nodes(loss: TracedGraph) -> Iterator[tuple[Node, Any]]:
+    """What a function leaves in Python, with the values of the trace."""
     nodes = {node.name: node for node in loss.graph.nodes}
     names = dict.fromkeys(output_names([value for _, value in loss.kept]))
-    values = ((node, value_of(node)) for node in map(nodes.__getitem__, names))
-    return (node for node, value in values if isinstance(value, torch.Tensor) and value.numel() == 1)
+    return ((node, value_of(node)) for node in map(nodes.__getitem__, names))
+
+
+def _kept_scalars(loss: TracedGraph) -> Iterator[Node]:
+    return (node for node, value in _kept_nodes(loss) if isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _kept_sizes(loss: TracedGraph, whole: Collection[trees.Path]) -> Iterator[Node]:
+    """Those sizes that are in proportion to the number of samples."""
+    paths = {node: loss.input_paths[node.name] for node in loss.placeholders}
+    of_batch = [value_of(node) for node, (_, _, *path) in paths.items() if tuple(path) not in whole]
+    first: list[Any] = [tensor.shape[0] for tensor in of_batch if isinstance(tensor, torch.Tensor) and tensor.ndim]
+    doubled = {size.node.expr: 2 * size.node.expr for size in first if isinstance(size, torch.SymInt)}
+    for node, value in _kept_nodes(loss):
+        if isinstance(value, torch.SymInt):
+            size = value.node.expr
+            if size.subs(doubled, simultaneous=True) == 2 * size:
+                yield node
 
 
 def _sums(loss: TracedGraph, whole: Collection[trees.Path]) -> dict[Node, SampleSum]:
