@@ -116,3 +116,23 @@ def test_a_number_that_is_given_stays_and_is_told_of():
     with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
         _, texts = step(piped, model, num_microbatch=1)
     assert texts == []
+
+
+class Flags(nn.Module):
+    """Sets a flag of its own, and one that anybody may ask for."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.layers, self.name = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), name
+
+    def forward(self, x):
+        setattr(self, self.name, True)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("name", ["_was_called", "was_called"])
+def test_only_what_others_may_read_is_said_to_stay(name, caplog):
+    model = Flags(name)
+    with roundpipe.compile(model, devices=["cpu"]) as piped, torch.no_grad():
+        piped(torch.randn(4, 6))
+    assert any("runs as if it had not" in record.message for record in caplog.records) == (name[0] != "_")

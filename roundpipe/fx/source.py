@@ -44,6 +44,8 @@ MAX_TRACES = 32
 """Traces kept at once; the one unused for longest goes first."""
 MOST_RETURNED = 2
 """Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
+LEAST_RETURNED_BYTES = 1 << 12
+"""Below this it is not."""
 
 
 class TracedSource:
@@ -344,7 +346,7 @@ def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
         if num_bytes > worst[0]:
             worst = num_bytes, sum(sizes.get(name, 0) for name in read & (earlier | set(traced.input_paths))), returned
     num_bytes, num_read, returned = worst
-    if num_bytes <= MOST_RETURNED * num_read:
+    if num_bytes <= MOST_RETURNED * num_read or num_bytes < LEAST_RETURNED_BYTES:
         return
     leaves = [(path, leaf) for path, leaf in trees.walk(traced.output) if isinstance(leaf, OutputValue)]
     places = [trees.path_string(path) for path, leaf in leaves if leaf.name in returned]

@@ -174,6 +174,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
                 completed.keep_read()
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
                 handed_on |= {place.words for place in now.changed() if completed.are_all_of(place)}
+                handed_on |= {words for (module, name), words in changed.items() if _is_private_flag(module, name)}
                 lost = [words for words in changes if words not in handed_on]
                 lost += attempt.recorder.findings.not_kept
                 if lost:
@@ -200,6 +201,11 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     words = f"it sets {', '.join(changes)}, and what it computes depends on that"
     facts = TraceFacts(changes=tuple(changes), stateful=stateful)
     raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE, facts))
+
+
+def _is_private_flag(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is none of the user's: private, and a plain value."""
+    return name.startswith("_") and isinstance(module.__dict__.get(name), trees.PLAIN)
 
 
 class _Refusals:
