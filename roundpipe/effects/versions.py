@@ -53,14 +53,19 @@ class WeightSnapshot:
 
     def _norms_now(self) -> list[float]:
         """The norm of each; 0 where there is nothing to look at."""
-        by_index = {
-            index: torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
-            for index, (_, _, weight, *_) in enumerate(self._weights)
-            if weight is not None and _memory_of(weight) and weight.is_floating_point() and weight.device.type != "meta"
-        }
-        norms = torch.stack([*by_index.values()]).tolist() if by_index else []
-        found = dict(zip(by_index, norms, strict=True))
-        return [found.get(index, 0.0) for index in range(len(self._weights))]
+        found: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for index, (_, _, weight, *_) in enumerate(self._weights):
+            if _memory_of(weight) and weight is not None and weight.dtype in _WITH_NORMS and not weight.is_meta:
+                norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
+                found.setdefault(weight.device, {})[index] = norm
+        norms = [0.0] * len(self._weights)
+        for of_device in found.values():
+            for index, value in zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True):
+                norms[index] = value
+        return norms
+
+
+_WITH_NORMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _memory_of(weight: torch.Tensor | None) -> int:

@@ -166,6 +166,20 @@ def test_written_and_replaced_parameters_are_named():
     assert before.diff() == "0.linear.weight"
 
 
+def test_writes_by_way_of_data_are_seen_and_conversions_are_none():
+    layer = nn.Sequential(Layer(), Layer())
+    layer[1].linear.bias = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)  # has no norm
+    before = WeightSnapshot(layer)
+    layer[0].linear.weight.data = layer[0].linear.weight.data * 2
+    assert before.diff() == "0.linear.weight"
+    before, quick = WeightSnapshot(layer, with_norms=True), WeightSnapshot(layer)
+    layer[0].linear.bias.data.add_(1)
+    assert before.diff() == "0.linear.bias" and quick.diff() is None
+    before = WeightSnapshot(layer, with_norms=True)
+    layer[0].double()
+    assert before.diff() is None
+
+
 def test_a_layer_wrapped_by_hand_that_writes_its_weights_is_an_error():
     class Clamps(Layer):
         def forward(self, x):
