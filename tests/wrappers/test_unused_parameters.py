@@ -27,8 +27,9 @@ class Branches(nn.Module):
 
 @lists
 @pytest.mark.parametrize("is_cleared_first", [False, True])
+@pytest.mark.parametrize("uses_both", [lambda number: number % 2 == 0, lambda number: False], ids=["at times", "never"])
 @pytest.mark.filterwarnings("error:gradients came")
-def test_a_parameter_that_some_steps_leave_out(parameters, is_cleared_first):
+def test_a_parameter_that_is_not_used(uses_both, parameters, is_cleared_first):
     torch.manual_seed(0)
     model = Branches().to(DTYPE)
     expected = copy.deepcopy(model)
@@ -39,27 +40,10 @@ def test_a_parameter_that_some_steps_leave_out(parameters, is_cleared_first):
             for module, own in ((piped, optimizer), (expected, plain)):
                 if is_cleared_first:
                     own.zero_grad()
-                square_loss(module(batch(seed=number), both=number % 2 == 0), None).backward()
+                square_loss(module(batch(seed=number), both=uses_both(number)), None).backward()
                 own.step()
                 if not is_cleared_first:
                     own.zero_grad()
-    assert_same(model.state_dict(), expected.state_dict())
-
-
-@lists
-@pytest.mark.filterwarnings("error:gradients came")
-def test_a_parameter_that_is_never_used(parameters):
-    torch.manual_seed(0)
-    model = Branches().to(DTYPE)
-    expected = copy.deepcopy(model)
-    plain = torch.optim.AdamW(expected.parameters(), lr=0.05)
-    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
-        optimizer = torch.optim.AdamW(parameters(piped), lr=0.05)
-        for number in range(3):
-            for module, own in ((piped, optimizer), (expected, plain)):
-                square_loss(module(batch(seed=number), both=False), None).backward()
-                own.step()
-                own.zero_grad()
     assert_same(model.state_dict(), expected.state_dict())
 
 

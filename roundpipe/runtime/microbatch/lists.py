@@ -49,10 +49,9 @@ def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = 
 
 def uncuttable_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = None) -> str:
     """The first tensor that would have to be cut and can't be, as the user would write it; empty if there is none."""
-    found = [(path, leaf) for path, leaf in trees.walk((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    found += [((_LABEL, *path), leaf) for path, leaf in trees.walk(label) if isinstance(leaf, torch.Tensor)]
-    sizes = [leaf.size(0) for _, leaf in found if leaf.ndim]
-    names = (input_name(path) for path, leaf in found if is_uncuttable(leaf) and leaf.size(0) == sizes[0])
+    leaves = [*trees.walk((tuple(args), dict(kwargs))), *(((_LABEL, *path), leaf) for path, leaf in trees.walk(label))]
+    found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    names = (input_name(path) for path, leaf in found if is_uncuttable(leaf) and leaf.size(0) == found[0][1].size(0))
     return next(names, "")
 
 
