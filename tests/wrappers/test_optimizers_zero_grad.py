@@ -103,30 +103,3 @@ def test_gradients_that_a_plain_backward_has_added_are_cleared_too():
                 called(x.detach()).square().mean().backward()
                 optimizer.step()
         assert_same(dict(model.state_dict()), dict(reference.state_dict()), atol=1e-12)
-
-
-def by_hand(model):
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@pytest.mark.parametrize("optim_dtype", [None, torch.float32], ids=["same", "other dtype"])
-@pytest.mark.parametrize(
-    "clear", [torch.nn.Module.zero_grad, by_hand, lambda model: None], ids=["net", "hand", "never"]
-)
-def test_behind_a_step_that_is_not_asynchronous_the_models_own_gradients_are_the_copies(clear, optim_dtype):
-    """Whatever clears them there, or does not, trains as in a plain loop."""
-    torch.manual_seed(1)
-    model = mlp()
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(reference.parameters(), lr=LR)
-    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, optim_dtype=optim_dtype) as wrapper:
-        optimizer = torch.optim.SGD(wrapper.optim_parameters(), lr=LR)
-        for number in range(4):
-            wrapper.forward_backward((batch(seed=number),), loss_fn=square_loss, run_config=config(3))
-            wrapper.step(optimizer.step, is_async=False)
-            square_loss(reference(batch(seed=number)), None).backward()
-            plain.step()
-            clear(model)
-            clear(reference)
-    assert_same(model.state_dict(), reference.state_dict(), atol=1e-10 if optim_dtype is None else 1e-5)

@@ -49,8 +49,6 @@ class UpdateSteps(UnaskedSteps):
             self._weights_changed = True
             if self._shard is None:
                 self._updates.run(pairs, self._write_now)
-                if left := [pair for pair in pairs if pair.copy is not None and pair.copy.grad is not None]:
-                    self._show(left)  # whoever clears the model's gradients clears them
             else:
                 self._exchange(pairs, shows_gradients=True)
             self._scalers.publish()
