@@ -156,6 +156,29 @@ def test_one_trace_serves_all_steps(way: Callable[..., Iterator[Step]], make: Ca
     assert len({id(logs) for logs in left}) == NUM_STEPS and num_traces == 1
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_made_anew_and_holds_the_same_needs_no_trace(reads: bool) -> None:
+    made: dict[str, Any] = {}
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        factor = made["nested"]["factors"][0] if reads else len(made)
+        return F.cross_entropy(outputs, label) * factor
+
+    net = model()
+    plain = F.cross_entropy(net(X), Y).detach()
+    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
+        for step, factor in enumerate((2.0, 2.0, 2.0, 3.0, 3.0)):
+            made = {"nested": {"factors": [factor]}, "name": "a loss"}
+            loss = piped.forward_backward((X,), label=Y, loss_fn=loss_fn, loss_reduction="mean")
+            torch.testing.assert_close(loss, plain * (factor if reads else 2))
+            traces = piped._runner.tails.trace_count  # as above
+            assert traces == 1 if step < 3 else traces <= 2
+            if reads and step == 4:
+                made["nested"]["factors"][0] = 5.0  # in the one that was never traced
+                loss = piped.forward_backward((X,), label=Y, loss_fn=loss_fn, loss_reduction="mean")
+                torch.testing.assert_close(loss, plain * 5)
+
+
 def test_what_else_is_in_it_counts() -> None:
     scale = {"value": 0.0}
 
