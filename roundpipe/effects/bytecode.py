@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 _UNUSED_BITS = {
     "DELETE_GLOBAL": 0,
@@ -51,23 +51,29 @@ Methods = Mapping[str, tuple[types.CodeType, ...]]
 
 def codes_of(kind: type) -> Iterator[types.CodeType]:
     """The code of the methods of a class and of those it is made from, overridden ones too, but for torch's."""
-    return (code for _, codes in _all_methods(kind) for code in codes)
+    return (code for _, codes in methods_in(_but_torchs(kind)) for code in codes)
 
 
 def methods_of(kind: type) -> Methods:
     """The methods of a class that nothing overrides, but for torch's."""
-    return dict(_all_methods(kind))
+    return dict(methods_in(_but_torchs(kind)))
 
 
-def _all_methods(kind: type) -> Iterator[tuple[str, tuple[types.CodeType, ...]]]:
-    for owner in reversed(kind.__mro__):
-        if owner.__module__ != "builtins" and not owner.__module__.startswith("torch."):
-            for name, function in vars(owner).items():
-                if isinstance(function, types.FunctionType):
-                    yield name, code_layers(function)
+def _but_torchs(kind: type) -> list[type]:
+    """The classes that a class is made from, its own last, but for torch's and Python's."""
+    owners = reversed(kind.__mro__)
+    return [each for each in owners if each.__module__ != "builtins" and not each.__module__.startswith("torch.")]
 
 
-def code_layers(function: types.FunctionType) -> tuple[types.CodeType, ...]:
+def methods_in(owners: Iterable[type]) -> Iterator[tuple[str, tuple[types.CodeType, ...]]]:
+    """Names and code of all methods of some classes, as `Methods` have them."""
+    for owner in owners:
+        for name, function in vars(owner).items():
+            if isinstance(function, types.FunctionType):
+                yield name, _code_layers(function)
+
+
+def _code_layers(function: types.FunctionType) -> tuple[types.CodeType, ...]:
     """The code of a function, and of what decorators were put around, the innermost last."""
     codes = {function.__code__: None}
     while isinstance(function := function.__dict__.get("__wrapped__"), types.FunctionType):  # type: ignore[assignment]

@@ -95,7 +95,7 @@ class KeptLeaf:
         """Whether those of microbatches add up to that of the batch."""
 
 
-class _HeldHolder(NamedTuple):
+class _HolderPlace(NamedTuple):
     """Where code finds a container that values are left in."""
 
     words: str
@@ -111,7 +111,7 @@ class KeptPlaces:
     """Tells whether no more has changed in Python than what is left there, also in other containers than at the trace.
 
     A training loop may make a new dict for each step: it takes the place of the one before if it is held where that was
-    and has the same in it, but for what is left there.
+    and has the same in it, but for what is left there. No code that was traced tells them apart.
 
     Args:
         kept: what is left.
@@ -123,23 +123,24 @@ class KeptPlaces:
         kept = [*kept, *(each.holder.around for each in kept if each.holder.around is not None)]
         self._kept = [(each, each.holder.find()) for each in kept]
         self._holders = {id(holder) for each, holder in self._kept if each.view is None}
-        places = [*places] if self._holders else []
+        places = [*places]
         self._contents = {id(place.owner): place.held for place in places if place.view is CONTAINER}
-        self._links = [*self._links_in(places, modules)] if self._holders else []
+        """Of each container, by its identity, what it held when it was traced."""
+        self._holder_places = [*self._places_in(places, modules)] if self._holders else []
         self.moved: Moved = UNMOVED
         """As of the latest `follow`."""
 
-    def _links_in(self, places: Iterable[Place], modules: Iterable[nn.Module]) -> Iterator[_HeldHolder]:
+    def _places_in(self, places: Iterable[Place], modules: Iterable[nn.Module]) -> Iterator[_HolderPlace]:
         for place in places:
             for key, held in _items(place, place.held).items():
                 if id(held) in self._holders:
                     is_own = place.view.kind in ("cell", "defaults")
-                    yield _HeldHolder(place.words, functools.partial(_item_now, place, key), held, is_own)
+                    yield _HolderPlace(place.words, functools.partial(_item_now, place, key), held, is_own)
         for module in modules:
             for name, held in module.__dict__.items():
                 if id(held) in self._holders:
                     words = f"{type(module).__name__}.{name}"
-                    yield _HeldHolder(words, functools.partial(module.__dict__.get, name), held, is_own=False)
+                    yield _HolderPlace(words, functools.partial(module.__dict__.get, name), held, is_own=False)
 
     def follow(self, copy: Iterable[tuple[str, Any, Any]] = ()) -> str:
         """Find the containers that have taken the places of those that values are left in.
@@ -154,7 +155,7 @@ class KeptPlaces:
             return ""
         found = [(words, held, now) for words, held, now in copy if id(held) in self._holders]
         in_copy = {id(held) for _, held, _ in found}
-        links = [each for each in self._links if not (each.is_own and id(each.held) in in_copy)]
+        links = [each for each in self._holder_places if not (each.is_own and id(each.held) in in_copy)]
         found += [(each.words, each.held, each.now()) for each in links]
         moved: dict[int, Any] = {}
         for words, held, now in found:
@@ -164,28 +165,40 @@ class KeptPlaces:
         return ""
 
     def _takes_place(self, now: Any, held: Any, moved: dict[int, Any]) -> bool:
-        if moved.setdefault(id(held), now) is not now:
+        """Whether one container takes the place of another, beside those that have ``moved``, which it joins."""
+        if id(held) in moved:
+            return moved[id(held)] is now
+        if id(held) not in self._contents or type(now) is not type(held):
             return False
-        if now is held:
-            return True
-        before, own = self._contents.get(id(held)), [each for each, holder in self._kept if holder is held]
+        moved[id(held)] = now
+        return now is held or self._has_same(held, now, moved)
+
+    def _has_same(self, held: Any, now: Any, moved: dict[int, Any]) -> bool:
+        """Whether a container has the same in it as another had at the trace, but for values that are left there."""
+        before, after = self._contents[id(held)], contents(now)
+        own = [each for each, holder in self._kept if holder is held]
 
         def is_same(one: Any, other: Any) -> bool:
-            return trees.same(one, other) or (id(one) in self._holders and self._takes_place(other, one, moved))
+            return trees.same(one, other) or self._takes_place(other, one, moved)
 
-        return before is not None and type(now) is type(held) and _holds(before, contents(now), own, is_same)
+        if isinstance(after, dict):
+            keys = dict.fromkeys([*before, *after]).keys() - {each.key for each in own}
+            return all(is_same(before.get(key, _MISSING), after.get(key, _MISSING)) for key in keys)
+        if isinstance(after, set):
+            return bool(before == after)
+        has_length = len(after) >= len(before) if own else len(after) == len(before)
+        return has_length and all(map(is_same, before, after))
 
     def explain(self, place: Place) -> bool:
-        """Whether a place that has changed has only got what is left there, or is of a container that has moved."""
+        """Whether a place that has changed has only got what is left there, or containers in the place of others."""
         if self.moved.get(id(place.owner), place.owner) is not place.owner:
             return True
         own = [each for each, holder in self._kept if holder is place.owner]
-        if place.view is not CONTAINER:
-            is_own = any(each.view is place.view and each.key == place.key for each in own)
-            return is_own or self.is_moved(place.held, place.now())
-        if any(each.view is not None for each in own):
-            return False
-        return _holds(place.held, contents(place.owner), own, lambda *each: trees.same(*each) or self.is_moved(*each))
+        if place.view is CONTAINER:
+            is_of_view = any(each.view is not None for each in own)
+            return not is_of_view and self._has_same(place.owner, place.owner, dict(self.moved))
+        is_own = any(each.view is place.view and each.key == place.key for each in own)
+        return is_own or place.view.is_variable and self._takes_place(place.now(), place.held, dict(self.moved))
 
     def is_moved(self, held: Any, now: Any) -> bool:
         """Whether one container has taken the place of another."""
@@ -197,17 +210,6 @@ class KeptPlaces:
 
 
 _MISSING = object()
-
-
-def _holds(before: Any, now: Any, own: Sequence[Kept], is_same: Callable[[Any, Any], bool]) -> bool:
-    """Whether a container has the same in it as before, but for its own values that are left there."""
-    if isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now]).keys() - {each.key for each in own}
-        return all(is_same(before.get(key, _MISSING), now.get(key, _MISSING)) for key in keys)
-    if isinstance(now, set):
-        return bool(before == now)
-    has_length = len(now) >= len(before) if own else len(now) == len(before)
-    return has_length and all(map(is_same, before, now))
 
 
 def _item_now(place: Place, key: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import (
     CodeUses,
     asks_for_gradients,
+    codes_of_forward,
     filled_cells,
     forward_hooks,
     methods_of_forward,
@@ -62,8 +62,7 @@ def must_run_once(module: nn.Module) -> bool:
     if uses.sets & uses.reads or uses.rebinds or asks_for_gradients(kind):
         return True
     in_place = any(name.endswith("_") and not name.startswith("_") for name in uses.reads)
-    codes = chain.from_iterable(methods_of_forward(kind).values())
-    is_without = "no_grad" in uses.reads or any(code.co_name == _OF_DECORATOR for code in codes)
+    is_without = "no_grad" in uses.reads or any(code.co_name == _OF_DECORATOR for code in codes_of_forward(kind))
     if "data" in uses.reads or is_without and in_place or _hooks_must(module):  # the first two: weights
         return True
     values = [module.__dict__.get(name) for name in uses.reads]

@@ -23,9 +23,9 @@ from torch import nn
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.effects.bytecode import (
     Methods,
-    code_layers,
     codes_of,
     instructions_in,
+    methods_in,
     methods_of,
     names_by_instruction,
     names_in,
@@ -243,7 +243,12 @@ def attributes_read(kind: type) -> frozenset[str]:
 @_once_for_each
 def uses_of_forward(kind: type) -> CodeUses:
     """What the forward of a class does, with those of its methods that it may call."""
-    return CodeUses.of(chain.from_iterable(methods_of_forward(kind).values()))
+    return CodeUses.of(codes_of_forward(kind))
+
+
+def codes_of_forward(kind: type) -> Iterator[types.CodeType]:
+    """The code of `methods_of_forward`."""
+    return chain.from_iterable(methods_of_forward(kind).values())
 
 
 def methods_of_forward(kind: type) -> Methods:
@@ -254,13 +259,7 @@ def methods_of_forward(kind: type) -> Methods:
 def uses_of_methods(kind: type, names: Iterable[str]) -> CodeUses:
     """What methods of a class do that code with some names in it may call; operators are taken for called."""
     own = [owner for owner in reversed(kind.__mro__) if not is_library(owner)]
-    methods = {
-        name: code_layers(method)
-        for owner in own
-        for name, method in vars(owner).items()
-        if isinstance(method, types.FunctionType)
-    }
-    return CodeUses.of(chain.from_iterable(_called(methods, (*names, *OPERATORS)).values()))
+    return CodeUses.of(chain.from_iterable(_called(dict(methods_in(own)), (*names, *OPERATORS)).values()))
 
 
 def uses_of_properties(kinds: Iterable[type], names: frozenset[str]) -> CodeUses:
@@ -361,7 +360,7 @@ def hooked_modules(root: nn.Module) -> Iterator[nn.Module]:
 @_once_for_each
 def compares_arguments(kind: type) -> bool:
     """Whether the forward of a class, or a method that it may call, asks if two of its arguments are one object."""
-    for code in chain.from_iterable(methods_of_forward(kind).values()):
+    for code in codes_of_forward(kind):
         own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         names = [each.argval if each.opname == "LOAD_FAST" else None for each in dis.get_instructions(code)]
         for position, instruction in enumerate(dis.get_instructions(code)):
@@ -373,5 +372,4 @@ def compares_arguments(kind: type) -> bool:
 @_once_for_each
 def asks_for_inference_mode(kind: type) -> bool:
     """Whether the forward of a class, or a method that it may call, asks if `torch.inference_mode` is on."""
-    codes = chain.from_iterable(methods_of_forward(kind).values())
-    return any("is_inference_mode_enabled" in names_in(code) for code in codes)
+    return any("is_inference_mode_enabled" in names_in(code) for code in codes_of_forward(kind))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -200,6 +200,10 @@ class ResolvedConfig:
     """Fields that were left to choice; they hold what is built in."""
     is_number_given: bool = True
     """Whether somebody said into how many microbatches a batch is cut."""
+
+    def in_one_piece(self) -> ResolvedConfig:
+        """The same for a call that cuts nothing."""
+        return replace(self, num_microbatch=1, auto=frozenset())
 
 
 def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:

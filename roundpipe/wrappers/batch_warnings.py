@@ -6,7 +6,6 @@ that of the samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -58,7 +57,7 @@ class BatchWarnings:
                 f"{name} is sparse or nested, and can't be cut. So the batch runs as one microbatch. If its rows are "
                 "samples, give split_input or split_label a function that cuts it",
             )
-            return replace(config, num_microbatch=1, auto=frozenset())
+            return config.in_one_piece()
         if (found := unclear_list(args, kwargs, label)) is None:
             return config
         how = "give split_input a function that cuts the list"
@@ -70,7 +69,7 @@ class BatchWarnings:
                 f"not cut but runs as one microbatch. If dimension 0 counts the samples, give num_microbatch; if not, "
                 f"{how}",
             )
-            return replace(config, num_microbatch=1, auto=frozenset())
+            return config.in_one_piece()
         if found.has_fellow:
             self._warn_once(
                 "lists",
@@ -89,7 +88,7 @@ class BatchWarnings:
         if config.split_input is not None or is_whole:
             return config
         if self._runs_whole and self.may_choose(config):
-            return replace(config, num_microbatch=1, auto=frozenset())
+            return config.in_one_piece()
         if chain is None:
             return config
         if who := chain.takes_samples_as_time:
@@ -116,7 +115,7 @@ class BatchWarnings:
                 f"the model mixes the samples of a batch: {chain.mixes_samples}. So the batch is not cut but runs as "
                 "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch",
             )
-        return replace(config, num_microbatch=1, auto=frozenset())
+        return config.in_one_piece()
 
     def whole_if_needed(
         self, config: ResolvedConfig, cause: TraceCause | None, *, has_loss: bool = False
@@ -148,7 +147,7 @@ class BatchWarnings:
             self._warn_once("mixing", f"{why}{text}")
         else:
             return config
-        return config if given else replace(config, num_microbatch=1, auto=frozenset())
+        return config if given else config.in_one_piece()
 
     def may_choose(self, config: ResolvedConfig) -> bool:
         """Whether nobody has said how batches are cut, or into how many microbatches."""

@@ -30,13 +30,11 @@ from roundpipe.effects.places import (
     CONTAINERS,
     NAMES,
     OF_TORCH,
-    Place,
     are_other_numbers,
-    contents,
     hook_tables,
     same_contents,
 )
-from roundpipe.effects.reach import BETWEEN_CALLS, MAX_DEPTH
+from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import (
@@ -274,8 +272,7 @@ class ModelGuard:
 
     def _change_of_python(self) -> Failure | None:
         changed = self._python.changed(self.own.places)
-        others = (place for place in changed if not self._kept.explain(place))
-        place = next((place for place in others if not (place.view.is_variable and self._is_copy(place))), None)
+        place = next((place for place in changed if not self._kept.explain(place)), None)
         if place is None:
             return None
         now = place.now()
@@ -284,11 +281,6 @@ class ModelGuard:
         names = enumerated(place.changed_items(), most=3)
         words = f"{place.words} holds something else now{names and f' ({names})'}"
         return Failure(words, number=place.changed_number())
-
-    def _is_copy(self, place: Place) -> bool:
-        """Whether a variable has another container with the same in it: no code that was traced tells them apart."""
-        traced = {id(each.owner): each.held for each in self._python.reach.places if each.view is CONTAINER}
-        return _are_copies(place.held, place.now(), traced)
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any, before: Any = _MISSING) -> bool:
         """Whether the forward itself puts such a value there, or leaves values in it."""
@@ -306,24 +298,6 @@ def _are_alike(before: Any, value: Any) -> bool:
     """Whether they are the same, or containers that hold the same: the snapshot tells if the one before has changed."""
     is_container = type(value) is type(before) and type(value) in (tuple, *CONTAINERS)
     return same_contents(before, value) if is_container else trees.same(before, value)
-
-
-def _are_copies(held: Any, now: Any, traced: Mapping[int, Any], depth: int = 0) -> bool:
-    """Whether a container has what another had when it was ``traced``, which is given by identity."""
-    before = traced.get(id(held))
-    if before is None or type(now) is not type(held) or type(held) not in CONTAINERS or depth > MAX_DEPTH:
-        return False
-    after = contents(now)
-    if isinstance(after, set):
-        return bool(before == after)
-    if isinstance(after, dict):
-        if before.keys() != after.keys():
-            return False
-        before, after = before.values(), map(after.__getitem__, before)
-    elif len(before) != len(after):
-        return False
-    pairs = zip(before, after, strict=True)
-    return all(trees.same(one, other) or _are_copies(one, other, traced, depth + 1) for one, other in pairs)
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:

@@ -6,7 +6,7 @@ A size is one of the arguments', whichever tensor it was asked of, if its expres
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -135,9 +135,7 @@ class ArgumentValues:
         size: Any = value_of(node)
         if not _is_size(node):
             return node in sums and not sums[node].is_mean
-        expression = size.node.expr
-        doubled = {symbol: 2 * symbol for symbol, (_, dim) in self._sizes.items() if dim == 0}
-        return bool(expression.subs(doubled, simultaneous=True) == 2 * expression)
+        return is_in_proportion(size, [symbol for symbol, (_, dim) in self._sizes.items() if dim == 0])
 
     def _is_allowed(self, node: Node) -> bool:
         if _is_size(node):
@@ -175,6 +173,12 @@ class ArgumentValues:
 def symbols_of(size: Any) -> set[sympy.Basic]:
     """The sizes of arguments that a size is made of, as symbols."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def is_in_proportion(size: Any, numbers: Iterable[sympy.Basic]) -> bool:
+    """Whether a size is twice as large if these numbers of samples are."""
+    expression = size.node.expr
+    return bool(expression.subs({number: 2 * number for number in numbers}, simultaneous=True) == 2 * expression)
 
 
 def _is_size(node: Node) -> bool:

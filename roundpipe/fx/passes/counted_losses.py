@@ -18,7 +18,7 @@ from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
-from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, is_in_proportion
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
@@ -148,12 +148,9 @@ def _kept_sizes(loss: TracedGraph, whole: Collection[trees.Path]) -> Iterator[No
     paths = {node: loss.input_paths[node.name] for node in loss.placeholders}
     of_batch = [value_of(node) for node, (_, _, *path) in paths.items() if tuple(path) not in whole]
     first: list[Any] = [tensor.shape[0] for tensor in of_batch if isinstance(tensor, torch.Tensor) and tensor.ndim]
-    doubled = {size.node.expr: 2 * size.node.expr for size in first if isinstance(size, torch.SymInt)}
-    for node, value in _kept_nodes(loss):
-        if isinstance(value, torch.SymInt):
-            size = value.node.expr
-            if size.subs(doubled, simultaneous=True) == 2 * size:
-                yield node
+    numbers = [size.node.expr for size in first if isinstance(size, torch.SymInt)]
+    sizes = ((node, value) for node, value in _kept_nodes(loss) if isinstance(value, torch.SymInt))
+    return (node for node, size in sizes if is_in_proportion(size, numbers))
 
 
 def _sums(loss: TracedGraph, whole: Collection[trees.Path]) -> dict[Node, SampleSum]:
