@@ -11,8 +11,8 @@ RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
 """A trace that served fewer than this before the next one counts as one after the other."""
 OF_ARGUMENTS = "Keep it fixed (pad inputs, move it out of forward) to trace once"
-OF_MODEL = "Each such change of the model needs a trace: make fewer of them, or none of them between steps"
-OF_LOSS = "Give the same function at every step, which holds the same objects, to trace once"
+OF_MODEL = "Each such change of the model needs a new trace, so make fewer of them"
+OF_LOSS = "To trace it once, give the same function at every step, holding the same objects"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ def cut(tensor: torch.Tensor, sizes: list[int], dim: int, name: str) -> list[tor
         return [tensor]
     if is_uncuttable(tensor):
         raise MicrobatchError(
-            f"{name} is sparse or nested, and can't be cut; use num_microbatch=1, or a function for split_input or "
-            "split_label"
+            f"{name} is sparse or nested, and can't be cut; use num_microbatch=1, or give split_input or split_label a "
+            "function that cuts it"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
         return list(torch.split(tensor, sizes, dim))  # one backward for all pieces, which joins them
