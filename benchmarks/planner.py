@@ -18,8 +18,8 @@ from random import Random
 from typing import Any
 
 from benchmarks.environment import report
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning import search as plan_search
 from roundpipe.planning.planner import plan
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds

@@ -35,7 +35,7 @@ from roundpipe.core.errors import (
     SynchronizationError,
     TraceError,
 )
-from roundpipe.core.schedule import ExecutePlan, ModelExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan, ModelExecutePlan
 from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.device.backend import Device

@@ -82,7 +82,7 @@ SOLE_USERS = {
 }
 """Module (and what is below it) -> the only files that may import it."""
 
-WITHOUT_TORCH = {"core/errors.py", "core/checks.py", "core/balance.py", "core/schedule.py"}
+WITHOUT_TORCH = {"core/errors.py", "core/checks.py", "core/balance.py", "core/execute_plan.py", "core/schedule.py"}
 THROUGH_TORCH = {"sympy"}  # torch itself requires it
 OPTIONAL = {"transformers", "peft", "safetensors", "tokenizers", "matplotlib", "sklearn", "accelerate"}
 

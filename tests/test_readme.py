@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.execute_plan import ExecutePlan
+from roundpipe.core.schedule import make_schedule
 from roundpipe.tools.optimizer_side import COPY_ACCESSES, conversion_bytes
 from tests.documents import README, ROOT, blocks_of
 from tests.runtime.schedule_rules import table

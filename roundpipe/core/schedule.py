@@ -1,8 +1,8 @@
-"""Who runs what, when: plans and schedules as plain data.
+"""Who runs what, when: schedules as plain data.
 
 A plan says which layers form a stage in forward, in the fused tail and in backward. A schedule gives job K (one stage
-times all microbatches) to worker ``K mod N``, as a list of tasks in order. The engine walks those lists and the
-simulator replays the same ones, so that what is predicted is what runs.
+times all microbatches) to worker ``K mod N``, or to the worker that has its layers, as a list of tasks in order. The
+engine walks those lists and the simulator replays the same ones, so that what is predicted is what runs.
 
 Invariant: a schedule runs every microbatch of every job exactly once, never has the weights of more than
 two jobs on a worker, and can't deadlock. `tests/runtime/schedule_rules.py` has the rules one by one.
@@ -10,186 +10,16 @@ two jobs on a worker, and can't deadlock. `tests/runtime/schedule_rules.py` has 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from functools import cached_property
 
-from roundpipe.core.checks import check_count, items_of
-from roundpipe.core.errors import ScheduleError, shown
-
-LayerRange = tuple[int, int]
-"""Consecutive layers: index of the first, index behind the last."""
-
-ScheduleKind = Literal["train", "forward", "backward"]
+from roundpipe.core.errors import ScheduleError
+from roundpipe.core.execute_plan import ExecutePlan, Ring, ScheduleKind
 
 MAX_RESIDENT_JOBS = 2
 """Jobs whose weights a worker may hold at once: the one that runs and the one that is uploaded."""
-
-
-def _parse_range(where: str, spec: object) -> LayerRange:
-    if isinstance(spec, range) and spec.step == 1:
-        start, stop = spec.start, spec.stop
-    elif isinstance(spec, tuple | list) and len(spec) == 2 and all(type(edge) is int for edge in spec):
-        start, stop = spec
-    else:
-        raise ScheduleError(f"{where} is {spec!r}; give range(start, stop) or a pair (start, stop)")
-    if not 0 <= start < stop:
-        raise ScheduleError(f"{where} is ({start}, {stop}); a range needs 0 <= start < stop")
-    return start, stop
-
-
-def _parse_ranges(what: str, specs: Iterable[object]) -> tuple[LayerRange, ...]:
-    if isinstance(specs, range):
-        raise ScheduleError(f"{what} is {specs!r}; give a sequence of ranges, such as [range(0, 2)]")
-    ranges = items_of(what, specs, "a sequence of ranges, such as [range(0, 2)]", ScheduleError)
-    return tuple(_parse_range(f"{what} range {index}", spec) for index, spec in enumerate(ranges))
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class ExecutePlan:
-    """Which layers are visited together, and in which phase.
-
-    Forward and backward ranges are independent of each other. The fused tail starts behind the last
-    forward range and ends with the last layer; backward goes on from where it starts. It may be written
-    as ``fused`` or as the first backward range, which is the same plan:
-
-        ExecutePlan(forward=[range(0, 4)], fused=range(4, 6), backward=[range(2, 4), range(0, 2)])
-        ExecutePlan(forward=[range(0, 4)], backward=[range(4, 6), range(2, 4), range(0, 2)])
-
-    A plan without a fused tail has forward ranges over all layers and backward ranges over all layers: it
-    serves ``forward`` and ``backward`` as separate calls, but not ``forward_backward``.
-
-    Several workers may share the microbatches of a stage; each brings the stage's weights up and its gradients down:
-
-        ExecutePlan(fused=range(0, 6), replicas=[2])
-
-    Args:
-        forward: ranges of layers, ascending; each a ``range`` or a pair ``(start, stop)``.
-        fused: the range that runs forward, loss and backward in one visit, or None.
-        backward: ranges of layers, descending.
-        replicas: per stage of a training step, in order, how many workers share its microbatches, as far as there are
-            workers and microbatches for them; empty: one each.
-
-    Raises:
-        ScheduleError: something given is not a range, or the replicas are not one count per stage.
-    """
-
-    forward: tuple[LayerRange, ...]
-    """Forward stages, shallow to deep, without the fused tail; each a pair ``(start, stop)``."""
-    fused: LayerRange | None
-    """The stage that runs forward, loss and backward in one visit; None: the plan has none."""
-    backward: tuple[LayerRange, ...]
-    """Backward stages, deep to shallow, without the fused tail."""
-    replicas: tuple[int, ...]
-    """Per stage of a training step, how many workers share its microbatches; empty: one each."""
-
-    def __init__(
-        self,
-        forward: Iterable[range | LayerRange] = (),
-        fused: range | LayerRange | None = None,
-        backward: Iterable[range | LayerRange] = (),
-        replicas: Iterable[int] = (),
-    ) -> None:
-        forward_ranges = _parse_ranges("forward", forward)
-        backward_ranges = _parse_ranges("backward", backward)
-        fused_range = None if fused is None else _parse_range("fused range", fused)
-        forward_stop = forward_ranges[-1][1] if forward_ranges else 0
-        if fused_range is None and backward_ranges and backward_ranges[0][0] == forward_stop:
-            fused_range, backward_ranges = backward_ranges[0], backward_ranges[1:]
-        object.__setattr__(self, "forward", forward_ranges)
-        object.__setattr__(self, "fused", fused_range)
-        object.__setattr__(self, "backward", backward_ranges)
-        counts = tuple(items_of("replicas", replicas, "one count of at least 1 per stage, or ()", ScheduleError))
-        if counts and (len(counts) != self.num_stages or not all(type(count) is int and count > 0 for count in counts)):
-            raise ScheduleError(
-                f"replicas={shown(list(counts))} for {self.num_stages} stages: give one count of at least 1 per "
-                "stage, or none"
-            )
-        object.__setattr__(self, "replicas", counts if any(count > 1 for count in counts) else ())
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers that the plan covers."""
-        return max((stop for _, stop in (*self.forward_stages, *self.backward_stages)), default=0)
-
-    @property
-    def num_stages(self) -> int:
-        """The number of visits in a training step."""
-        return len(self.forward) + (self.fused is not None) + len(self.backward)
-
-    @property
-    def forward_stages(self) -> tuple[LayerRange, ...]:
-        """The ranges of a forward pass on its own, ascending, the fused tail among them."""
-        return self.forward if self.fused is None else (*self.forward, self.fused)
-
-    @property
-    def backward_stages(self) -> tuple[LayerRange, ...]:
-        """The ranges of a backward pass on its own, descending, the fused tail among them."""
-        return self.backward if self.fused is None else (self.fused, *self.backward)
-
-    def named_stages(self) -> list[tuple[str, LayerRange]]:
-        """The stages of a training step in order, by name: F0, F1, .., U, B1, B2, .."""
-        return [
-            *((f"F{index}", layers) for index, layers in enumerate(self.forward)),
-            *([] if self.fused is None else [("U", self.fused)]),
-            *((f"B{index}", layers) for index, layers in enumerate(self.backward, 1)),
-        ]
-
-    def shares(self, kind: ScheduleKind, most: int) -> list[int]:
-        """Per stage of such a step, how many workers share its microbatches, each at most so many."""
-        counts = [min(count, most) for count in self.replicas or (1,) * self.num_stages]
-        first = len(self.forward)
-        return {"train": counts, "forward": counts[: len(self.forward_stages)], "backward": counts[first:]}[kind]
-
-    def with_fewer_replicas(self, most: int, alone: Container[int]) -> ExecutePlan:
-        """The same with at most so many per stage, and without for stages that have one of the layers in ``alone``."""
-        stages = zip(self.named_stages(), self.replicas, strict=False)
-        counts = [1 if any(i in alone for i in range(*layers)) else min(n, most) for (_, layers), n in stages]
-        return ExecutePlan(self.forward, self.fused, self.backward, counts)
-
-    def validate(self, num_layers: int) -> None:
-        """Check that the plan covers each layer of a model once in forward and once in backward.
-
-        Raises:
-            ScheduleError: naming the range that leaves a gap, overlaps or is out of order.
-        """
-        check_count("num_layers", num_layers, "the number of layers of a model", error=ScheduleError)
-        covered = 0
-        for index, (start, stop) in enumerate(self.forward):
-            if start != covered:
-                raise ScheduleError(
-                    f"forward range {index} is ({start}, {stop}) but must start at layer {covered}: "
-                    "forward ranges ascend from layer 0 without gap or overlap"
-                )
-            covered = stop
-        uncovered, deepest = num_layers, "the last forward range"
-        if self.fused is not None:
-            if self.fused[0] != covered:
-                raise ScheduleError(
-                    f"the fused range is {self.fused} but must start at layer {covered}, right behind the "
-                    "last forward range"
-                )
-            (uncovered, covered), deepest = self.fused, "the fused range"
-        if covered != num_layers:
-            raise ScheduleError(
-                f"{deepest} ends at layer {covered}, but the model has {num_layers} layers: it must end at {num_layers}"
-            )
-        for index, (start, stop) in enumerate(self.backward):
-            if stop != uncovered:
-                raise ScheduleError(
-                    f"backward range {index} is ({start}, {stop}) but must stop at layer {uncovered}: "
-                    "backward ranges descend from the fused range to layer 0 without gap or overlap"
-                )
-            uncovered = start
-        if uncovered != 0:
-            last = f"the last backward range is {self.backward[-1]}" if self.backward else "there are none"
-            raise ScheduleError(
-                f"backward ranges leave out layers 0 to {uncovered - 1} ({last}): they must go down to 0"
-            )
-
-
-ModelExecutePlan = ExecutePlan
 
 
 class Phase(Enum):
@@ -218,7 +48,7 @@ class Job:
     """One stage times all microbatches (or its replica's share of them), on one worker."""
 
     index: int
-    """Counts over steps; the worker is ``index mod N``."""
+    """Counts over steps; the worker is ``index mod N``, unless each layer has one worker."""
     phase: Phase
     start: int
     stop: int
@@ -252,7 +82,7 @@ class Task:
         return f"{self.kind.value} {where}" + ("" if self.microbatch is None else f" microbatch {self.microbatch}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The jobs of one step, and each worker's tasks in the order in which it executes them."""
 
@@ -278,6 +108,35 @@ class Schedule:
         """The schedule of the same step again, with the rotation going on."""
         counts = self.num_workers, self.num_microbatches
         return make_schedule(self.plan, *counts, first_job=self.next_job, kind=self.kind)
+
+    @cached_property
+    def rings(self) -> list[Ring]:
+        """Which workers take turns at which jobs."""
+        return self.plan.rings(self.kind, self.num_workers, min(self.num_workers, self.num_microbatches))
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Per job, the index of the one that its worker runs before it, maybe in the step before."""
+        indexes = [0] * len(self.jobs)
+        for ring in self.rings:
+            turn = len(ring.workers)
+            for number, position in enumerate(ring.positions):
+                steps_back = -((number - turn) // len(ring.positions))
+                indexes[position] = self.first_job + ring.before(number) - steps_back * len(self.jobs)
+        return indexes
+
+    def worker_before(self, job_index: int) -> int:
+        """The job that a job's worker runs before it; below `first_job`: in a step before."""
+        return self._before[job_index - self.first_job]
+
+    def worker_next(self, job_index: int) -> Job | None:
+        """The job that a job's worker runs after it; None: it is the worker's last in this step."""
+        own = (job for job in self.jobs[job_index - self.first_job + 1 :] if job.worker == self.job(job_index).worker)
+        return next(own, None)
+
+    def is_first(self, position: int) -> bool:
+        """Whether a job, given by its position, is its worker's first in the step."""
+        return self._before[position] < self.first_job
 
     def job(self, job_index: int) -> Job:
         if not self.has_job(job_index):
@@ -355,7 +214,8 @@ def make_schedule(
         kind: which jobs; ``"forward"`` and ``"backward"`` go over all layers and treat the fused tail as any stage.
 
     Raises:
-        ScheduleError: the plan does not cover its layers, has no fused tail to train with, or a count is not positive.
+        ScheduleError: the plan does not cover its layers, has no fused tail to train with, or does not rotate and has
+            a backward range with layers of several workers; or a count is not positive.
     """
     if num_workers < 1 or num_microbatches < 1 or first_job < 0:
         raise ScheduleError(
@@ -380,9 +240,11 @@ def make_schedule(
         raise ScheduleError(f"kind is {kind!r}; allowed are 'train', 'forward' and 'backward'")
     counts = plan.shares(kind, min(num_workers, num_microbatches))
     slots = [(*stage, replica, count) for stage, count in zip(stages, counts, strict=True) for replica in range(count)]
+    indexes = range(first_job, first_job + len(slots))
+    workers = plan.workers(kind, num_workers) or [index % num_workers for index in indexes]
     jobs = tuple(
-        Job(index, Phase(name[0]), start, stop, index % num_workers, name, replica, count)
-        for index, (name, (start, stop), replica, count) in enumerate(slots, first_job)
+        Job(index, Phase(name[0]), start, stop, worker, name, replica, count)
+        for index, worker, (name, (start, stop), replica, count) in zip(indexes, workers, slots, strict=True)
     )
     worker_tasks = tuple(tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers))
     return Schedule(kind, plan, num_workers, num_microbatches, jobs, worker_tasks, first_job)

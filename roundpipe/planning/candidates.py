@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import add
 from typing import Literal, NamedTuple
 
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.planning.stage_costs import StageCosts, StagePhase
 
 _REACH_OPS, _PACK_OPS = 25, 40

@@ -17,8 +17,8 @@ from math import inf
 from typing import Required, TypedDict, Unpack
 
 from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.candidates import Candidate, Cuts
 from roundpipe.planning.search import Search
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCost, device_memory

@@ -80,6 +80,8 @@ class StepReplay:
         self._hand_over = Link(conversion_bytes_per_s)
         self._added = [Link(conversion_bytes_per_s) for _ in range(num_workers)]
         self.stages = costs.of_jobs(schedule)
+        self._before = {at: ring.before(number) for ring in schedule.rings for number, at in enumerate(ring.positions)}
+        """Per job, by its position, the one that its worker runs before it, maybe in the step before."""
         self._on_host = values_on_host(schedule, costs)
         trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
         self._update_bytes = trained * profile.update_bytes_per_parameter
@@ -222,7 +224,7 @@ class StepReplay:
 
     def _pieces(self, position: int, job: Job) -> list[range]:
         """Layers of a job whose weights come up one after the other, while those before them run: of a step's first."""
-        is_split = position < self.schedule.num_workers and job.phase is not Phase.BACKWARD and self._update_bytes
+        is_split = self.schedule.is_first(position) and job.phase is not Phase.BACKWARD and self._update_bytes
         size = max(-(-len(job.layers) // _NUM_PIECES), 1) if is_split else len(job.layers)
         return [range(start, min(start + size, job.stop)) for start in range(job.start, job.stop, size)]
 
@@ -260,7 +262,7 @@ class StepReplay:
         earlier = list(self._earlier[job.worker])
         are_there = any(step.schedule.has_job(one.job.index) and one.job.layers == job.layers for one in earlier)
         waits: list[Node] = []
-        is_first = position < step.schedule.num_workers
+        is_first = step.schedule.is_first(position)
         if is_first:  # a step's weights are asked for when it is made, with the losses of the step before
             waits.append(step.start)
         if not is_first or self._profile.prefetch_across_steps:
@@ -375,7 +377,7 @@ class StepReplay:
         if before is not None and before.gradients is not None:
             if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
                 used_bytes += before.gradient_bytes
-        worker_before = self.stages[(position - len(self._free_s)) % len(self.stages)]
+        worker_before = self.stages[self._before[position]]
         beside = beside_bytes(stage, worker_before)
         used_bytes = min(used_bytes + beside - worker_before.gradient_bytes, own_bytes + beside)
         self.job_bytes[position] = max(self.job_bytes[position], used_bytes)

@@ -2,8 +2,8 @@
 
 Trained weights stay with all that is theirs, on one worker alone; plans are made for the memory beside them.
 
-Of layers whose frozen weights stay each worker keeps a copy of its own: stages go around as without, so no plan gets
-slower, and any worker may run any stage. What stays takes no room in the arena; in a plan of at most three stages on
+Of layers whose frozen weights stay each worker that runs them keeps a copy of its own: all workers where stages rotate,
+so that no plan gets slower by it, else one. What stays takes no room in the arena; in a plan of at most three stages on
 one worker, whose arena holds all weights anyway, it costs no memory at all.
 A weight that several such layers have is there once; one that does not stay is uploaded with its own.
 
@@ -13,20 +13,23 @@ brings is what the stage before it hides the least.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import add
 
+from roundpipe.core.execute_plan import ExecutePlan, Ring
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, Schedule
+from roundpipe.core.schedule import Job, Schedule
 from roundpipe.core.shared_weights import SharedWeight, counted_again
 from roundpipe.planning.stage_costs import (
     StageCost,
     StageCosts,
     arena_bytes,
-    device_memory,
     num_trained,
     peak_bytes,
+    ring_memory,
+    ring_peaks,
     training_jobs,
 )
 from roundpipe.reports.memory import DeviceMemory
@@ -42,23 +45,30 @@ class Residency:
     """Layers whose weights stay on devices, and the bytes that they take of each."""
 
     layers: frozenset[int] = frozenset()
-    """Those whose frozen weights stay, on every worker's device."""
+    """Those whose frozen weights stay, on the devices of all workers that run them."""
     num_bytes: int = 0
+    """Of the device where the most stays."""
     trained: frozenset[int] = frozenset()
     """Those whose trained weights stay, on the one worker's, with gradients and the optimizer's copies and states."""
     optimizer_bytes: int = 0
     """Of the bytes, those of the optimizer's side: copies, their gradients and states."""
     home_bytes: int = 0
     """Of new weights that go to the host behind each update, where nobody has asked for trained ones to stay."""
+    ring_bytes: tuple[int, ...] = ()
+    """What stays on the devices of each ring of workers, where there are several; else ``num_bytes`` on each."""
 
-    def __or__(self, other: Residency) -> Residency:
-        """What stays of either, which have nothing in common."""
-        return Residency(
-            self.layers | other.layers,
-            self.num_bytes + other.num_bytes,
-            self.trained | other.trained,
-            self.optimizer_bytes + other.optimizer_bytes,
-            self.home_bytes + other.home_bytes,
+    def on_rings(self, number: int) -> tuple[int, ...]:
+        """What stays on the devices of each of so many rings of workers."""
+        return self.ring_bytes or (self.num_bytes,) * number
+
+    def beside(self, frozen: Iterable[int], ring_bytes: Sequence[int]) -> Residency:
+        """What stays if some layers' frozen weights do as well, which take so much of the devices of each ring."""
+        total = tuple(map(add, self.on_rings(len(ring_bytes)), ring_bytes))
+        return replace(
+            self,
+            layers=self.layers.union(frozen),
+            num_bytes=max(total),
+            ring_bytes=total if len(total) > 1 else (),
         )
 
     def update_s(self, bytes_per_s: float) -> float:
@@ -92,14 +102,15 @@ class Residency:
 
     def stage_memory(self, plan: ExecutePlan, costs: StageCosts, num_workers: int) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
-        jobs = training_jobs(plan, self.rest(costs), num_workers)
-        needs = iter(device_memory(jobs, num_workers, self.num_bytes))
+        rings = plan.rings("train", num_workers)
+        needs = iter(ring_memory(training_jobs(plan, self.rest(costs), num_workers), rings, self.on_rings(len(rings))))
         stages = zip(plan.named_stages(), plan.shares("train", num_workers), strict=True)
         return {name: max(islice(needs, count), key=lambda need: need.total) for (name, _), count in stages}
 
     def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
         """Device memory that a schedule takes at most, and what stays."""
-        return self.num_bytes + peak_bytes(self.rest(costs).of_jobs(schedule), schedule.num_workers)
+        peaks = ring_peaks(self.rest(costs).of_jobs(schedule), schedule.rings)
+        return max(map(add, peaks, self.on_rings(len(peaks))))
 
     def rest(self, costs: StageCosts) -> StageCosts:
         """Costs of ranges of layers as each visit uploads them."""
@@ -151,40 +162,57 @@ def choose_residency(
         for index, cost in enumerate(costs.layers)
         if index not in trained.layers and cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
     }
-    if budget_bytes is None:
-        num_bytes = sum(frozen.values()) - _again(costs.layers, frozen, is_trained=False)
-        return trained | Residency(frozenset(frozen), num_bytes)
-    stages, budget_bytes = trained.rest(costs).of_jobs(schedule), budget_bytes - trained.num_bytes
-    weights = [stage.weight_bytes for stage in stages]
-    beside_bytes = peak_bytes(stages, schedule.num_workers) - arena_bytes(weights, schedule.num_workers)
-    stays: set[int] = set()
-    there: set[SharedWeight] = set()
-    stays_bytes = 0
-    while (index := _next(schedule, stages, weights, frozen)) is not None:
-        num_bytes = frozen.pop(index)
-        lighter = [size - num_bytes * (index in job.layers) for size, job in zip(weights, schedule.jobs, strict=True)]
-        shared = _shared(costs.layers[index], is_trained=False)
-        num_bytes -= sum(each.num_bytes for each in shared & there)
-        needed_bytes = beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, schedule.num_workers)
-        if needed_bytes <= budget_bytes:
-            weights, stays_bytes = lighter, stays_bytes + num_bytes
-            stays.add(index)
-            there |= shared
-    return trained | Residency(frozenset(stays), stays_bytes)
+    stages, rings = trained.rest(costs).of_jobs(schedule), schedule.rings
+    chosen: set[int] = set()
+    ring_bytes: list[int] = []
+    for ring, trained_bytes in zip(rings, trained.on_rings(len(rings)), strict=True):
+        jobs = _RingJobs(ring, ring.of(schedule.jobs), ring.of(stages))
+        own = {index: num_bytes for index, num_bytes in frozen.items() if any(index in job.layers for job in jobs.jobs)}
+        if budget_bytes is None:
+            stays = set(own)
+            ring_bytes.append(sum(own.values()) - _again(costs.layers, own, is_trained=False))
+        else:
+            stays, num_bytes = jobs.stays(own, costs.layers, budget_bytes - trained_bytes)
+            ring_bytes.append(num_bytes)
+        chosen |= stays
+    return trained.beside(chosen, ring_bytes)
 
 
-def _next(
-    schedule: Schedule, stages: Sequence[StageCost], weights: Sequence[int], layers: Collection[int]
-) -> int | None:
-    """The first of these layers in the stage that brings the most for the time that it computes."""
-    jobs = [
-        (weights[position] / max(stages[position].seconds, 1e-12), -position, job)
-        for position, job in enumerate(schedule.jobs)
-        if any(index in layers for index in job.layers)
-    ]
-    if not jobs:
-        return None
-    return next(index for index in max(jobs)[2].layers if index in layers)
+@dataclass(frozen=True, slots=True)
+class _RingJobs:
+    """The jobs of a ring of workers in a step, of which each worker's device has to hold what it runs."""
+
+    ring: Ring
+    jobs: Sequence[Job]
+    stages: Sequence[StageCost]
+
+    def stays(self, frozen: Mapping[int, int], layers: Sequence[LayerCost], budget_bytes: int) -> tuple[set[int], int]:
+        """Of layers with so many bytes of frozen weights those that stay within a budget, and the bytes."""
+        turn, left = len(self.ring.workers), dict(frozen)
+        weights = [stage.weight_bytes for stage in self.stages]
+        beside_bytes = peak_bytes(self.stages, turn) - arena_bytes(weights, turn)
+        stays: set[int] = set()
+        there: set[SharedWeight] = set()
+        stays_bytes = 0
+        while (index := self._next(weights, left)) is not None:
+            num_bytes = left.pop(index)
+            lighter = [size - num_bytes * (index in job.layers) for size, job in zip(weights, self.jobs, strict=True)]
+            shared = _shared(layers[index], is_trained=False)
+            num_bytes -= sum(each.num_bytes for each in shared & there)
+            if beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, turn) <= budget_bytes:
+                weights, stays_bytes = lighter, stays_bytes + num_bytes
+                stays.add(index)
+                there |= shared
+        return stays, stays_bytes
+
+    def _next(self, weights: Sequence[int], layers: Collection[int]) -> int | None:
+        """The first of these layers in the stage that brings the most for the time that it computes."""
+        jobs = [
+            (weights[position] / max(self.stages[position].seconds, 1e-12), -position, job)
+            for position, job in enumerate(self.jobs)
+            if any(index in layers for index in job.layers)
+        ]
+        return next(index for index in max(jobs)[2].layers if index in layers) if jobs else None
 
 
 def _streamed_bytes(cost: LayerCost) -> int:

@@ -107,22 +107,25 @@ def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
     last, old = steps.finished.steps[-1], steps.finished.steps[-1 - num_steps]
     seconds = (last.end_s - old.end_s) / num_steps
     schedule = steps.schedule
-    num_workers, num_jobs = schedule.num_workers, len(schedule.jobs)
-    turns = num_workers // gcd(num_jobs, num_workers)  # steps until a worker has the same jobs again
+    num_workers = schedule.num_workers
     lost_s: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0.0) for _ in range(num_workers)]
     busy_s = [0.0] * num_workers
     arena_bytes, working_bytes = [0] * num_workers, [0] * num_workers
     weights = [stage.weight_bytes for stage in steps.stages]
-    for slot in range(turns * num_jobs):
-        worker, position = slot % num_workers, slot % num_jobs
-        following = weights[position + num_workers] if position + num_workers < num_jobs else 0
-        arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
-        working_bytes[worker] = max(working_bytes[worker], steps.job_bytes[position])
-        visits = len(schedule.microbatches(schedule.jobs[position]))
-        busy_s[worker] += steps.update_there_s / num_jobs / turns
-        busy_s[worker] += visits * steps.stages[position].seconds / turns
-        for cause in CAUSES:
-            lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.finished.steps[-num_steps:])
+    for ring in schedule.rings:
+        num_taking, num_jobs = len(ring.workers), len(ring.positions)
+        turns = num_taking // gcd(num_jobs, num_taking)  # steps until a worker has the same jobs again
+        for slot in range(turns * num_jobs):
+            worker, number = ring.workers[slot % num_taking], slot % num_jobs
+            position = ring.positions[number]
+            following = weights[ring.positions[number + num_taking]] if number + num_taking < num_jobs else 0
+            arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
+            working_bytes[worker] = max(working_bytes[worker], steps.job_bytes[position])
+            visits = len(schedule.microbatches(schedule.jobs[position]))
+            busy_s[worker] += steps.update_there_s / num_jobs / turns
+            busy_s[worker] += visits * steps.stages[position].seconds / turns
+            for cause in CAUSES:
+                lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.finished.steps[-num_steps:])
     uploaded, downloaded, by_optimizer = (
         (now - then) / num_steps for now, then in zip(last.moved_bytes, old.moved_bytes, strict=True)
     )

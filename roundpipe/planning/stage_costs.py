@@ -13,8 +13,9 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.execute_plan import ExecutePlan, Ring
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, Phase, Schedule
+from roundpipe.core.schedule import Phase, Schedule
 from roundpipe.planning.backward_peaks import BackwardPeaks, RangeMaximum
 from roundpipe.planning.carried import Carried, CarriedValues, RecomputeGrain
 from roundpipe.planning.step_times import step_seconds
@@ -198,27 +199,35 @@ def arena_bytes(weights: Sequence[int], num_workers: int) -> int:
 
 
 def device_memory(stages: Sequence[StageCost], num_workers: int, resident_bytes: int = 0) -> list[DeviceMemory]:
-    """Device memory in use while each job of a step runs, with what stays there of weights.
+    """Device memory in use while each job of a rotation's step runs, with what stays there of weights.
 
     While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the step
     before, go down. In its first microbatches, the values of the latest ones of job K - N are still there.
     """
-    room_bytes = arena_bytes([stage.weight_bytes for stage in stages], num_workers)
-    befores = [stages[(position - num_workers) % len(stages)] for position in range(len(stages))]
-    return [
-        DeviceMemory(
-            stage.weight_bytes,
-            room_bytes - stage.weight_bytes,
-            stage.gradient_bytes,
-            before.gradient_bytes,
-            stage.working_bytes - stage.carried.present - stage.carried.held - stage.excess_bytes,
-            stage.carried.present,
-            max(stage.carried.held, before.carried.left),
-            stage.excess_bytes,
-            resident_bytes,
-        )
-        for stage, before in zip(stages, befores, strict=True)
-    ]
+    return ring_memory(stages, [Ring(range(len(stages)), range(num_workers))], [resident_bytes])
+
+
+def ring_memory(
+    stages: Sequence[StageCost], rings: Sequence[Ring], resident_bytes: Sequence[int]
+) -> list[DeviceMemory]:
+    """The same for rings of workers; ``resident_bytes``: what stays on the devices of each."""
+    memory: dict[int, DeviceMemory] = {}
+    for ring, resident in zip(rings, resident_bytes, strict=True):
+        room_bytes = arena_bytes([stage.weight_bytes for stage in ring.of(stages)], len(ring.workers))
+        for number, position in enumerate(ring.positions):
+            stage, before = stages[position], stages[ring.before(number)]
+            memory[position] = DeviceMemory(
+                stage.weight_bytes,
+                room_bytes - stage.weight_bytes,
+                stage.gradient_bytes,
+                before.gradient_bytes,
+                stage.working_bytes - stage.carried.present - stage.carried.held - stage.excess_bytes,
+                stage.carried.present,
+                max(stage.carried.held, before.carried.left),
+                stage.excess_bytes,
+                resident,
+            )
+    return [memory[position] for position in range(len(stages))]
 
 
 def beside_bytes(stage: StageCost, before: StageCost) -> int:
@@ -234,6 +243,11 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     turn = len(stages) - num_workers % len(stages)
     beside = map(beside_bytes, stages, (*stages[turn:], *stages[:turn]))
     return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, beside), working))
+
+
+def ring_peaks(stages: Sequence[StageCost], rings: Sequence[Ring]) -> list[int]:
+    """`peak_bytes` of each ring's workers."""
+    return [peak_bytes(ring.of(stages), len(ring.workers)) for ring in rings]
 
 
 def training_jobs(plan: ExecutePlan, costs: StageCosts, most_replicas: int) -> list[StageCost]:
@@ -266,7 +280,8 @@ def plan_seconds(
     """Seconds per step of a training plan in steady state, transfers left out."""
     stages = training_stages(plan, StageCosts(costs))
     replicas = plan.shares("train", min(num_workers, num_microbatches)) if plan.replicas else None
-    return step_seconds(stages, len(plan.forward), num_workers, num_microbatches, replicas)
+    owners = plan.workers("train", num_workers)
+    return step_seconds(stages, len(plan.forward), num_workers, num_microbatches, replicas, owners=owners)
 
 
 def plan_peak_bytes(
@@ -279,4 +294,4 @@ def plan_peak_bytes(
 ) -> int:
     """Peak of device memory of a training plan: that of the job that needs the most; ``is_alone``: see `StageCosts`."""
     stage_costs = StageCosts(costs, recompute_grain, is_alone=is_alone)
-    return peak_bytes(training_jobs(plan, stage_costs, num_workers), num_workers)
+    return max(ring_peaks(training_jobs(plan, stage_costs, num_workers), plan.rings("train", num_workers)))

@@ -22,8 +22,8 @@ from typing import Literal
 
 from roundpipe.core.balance import cut_into
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.execute_plan import LayerRange
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import LayerRange
 from roundpipe.planning.stage_costs import num_trained
 
 StaticKind = Literal["gpipe", "1f1b", "interleaved"]

@@ -1,7 +1,8 @@
 """Seconds per step of a rotation: its recurrence, in steady state.
 
-Op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job K - N; the recomputation in a backward op does not
-wait for the incoming gradient; a step starts when the losses of the one before are known.
+Op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job K - N, or of the worker's job before where layers
+have one worker each; the recomputation in a backward op does not wait for the incoming gradient; a step starts when the
+losses of the one before are known.
 
 Invariant: `step_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
 """
@@ -39,6 +40,7 @@ def step_seconds(
     num_microbatches: int,
     replicas: Sequence[int] | None = None,
     limit_s: float = inf,
+    owners: Sequence[int] | None = None,
 ) -> float:
     """Seconds per step in steady state, transfers left out.
 
@@ -54,8 +56,11 @@ def step_seconds(
         replicas: per stage, how many consecutive slots share its microbatches (microbatch m on
             replica m mod r); None = one each.
         limit_s: what is of interest; above it the result may be any lower bound that is also above it.
+        owners: per stage, the worker that runs it in every step; None = stages rotate.
     """
-    if replicas is None:
+    if owners is not None:
+        run = partial(_run_owned_step, list(zip(stages, owners, strict=True)))
+    elif replicas is None:
         run = partial(_run_step, [(stage.seconds, stage.early_s, stage.seconds - stage.early_s) for stage in stages])
     else:
         run = partial(_run_replicated_step, list(zip(stages, replicas, strict=True)))
@@ -103,6 +108,22 @@ def _run_step(
         shift += late_s
         add_end(end + shift)
     return [ends[num_workers + num_forward], *ends[-num_workers:]]
+
+
+def _run_owned_step(
+    stages: Sequence[tuple[TimedStage, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
+) -> list[float]:
+    """The same, op by op, where each stage has its worker."""
+    ends, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
+    for position, (stage, worker) in enumerate(stages):
+        early_s, late_s, end = stage.early_s, stage.seconds - stage.early_s, free[worker]
+        for microbatch, input_s in enumerate(ends):
+            end = max(end + early_s, input_s) + late_s
+            ends[microbatch] = end
+        free[worker] = end
+        if position == num_forward:
+            losses_known = end
+    return [losses_known, *free]
 
 
 def _run_replicated_step(

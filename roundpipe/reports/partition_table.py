@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import parameters_in
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.reports.memory import DeviceMemory, memory_table
 from roundpipe.reports.tables import counted, dtype_name, format_bytes, format_count, repetitions, table
 

@@ -15,9 +15,9 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, MicrobatchError, quoted
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
-from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
 RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")

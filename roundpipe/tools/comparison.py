@@ -18,8 +18,9 @@ from math import inf
 from typing import Any
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
+from roundpipe.core.schedule import Schedule, make_schedule
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import PlanArguments, plan_greedy
 from roundpipe.planning.planner import plan as choose_plan

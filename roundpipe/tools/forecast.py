@@ -16,8 +16,8 @@ from math import inf
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import LeastNeed

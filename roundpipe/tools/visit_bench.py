@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.pipe import RoundPipe
 

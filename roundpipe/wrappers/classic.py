@@ -15,9 +15,9 @@ from roundpipe.core import trees
 from roundpipe.core.balance import cut_into
 from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.core.random_state import preserved_random_state
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.wrappers.pipe import RoundPipe

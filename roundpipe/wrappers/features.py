@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.effects.handing import Places
 from roundpipe.runtime.engine.spec import Call
 

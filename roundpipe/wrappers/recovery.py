@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError, add_note, release_frames, said
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.core.errors import ScheduleError
-from roundpipe.core.schedule import (
-    ExecutePlan,
-    ModelExecutePlan,
-    Phase,
-    Schedule,
-    Task,
-    TaskKind,
-    make_schedule,
-)
+from roundpipe.core.execute_plan import ExecutePlan, ModelExecutePlan
+from roundpipe.core.schedule import Phase, Schedule, Task, TaskKind, make_schedule
 from tests.runtime.schedule_rules import check, table, waits
 
 PREFETCH, RUN, RELEASE = TaskKind.PREFETCH, TaskKind.RUN, TaskKind.RELEASE

@@ -13,8 +13,9 @@ from random import Random
 import pytest
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, ScheduleError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import make_schedule
 from roundpipe.planning import planner, stage_costs, step_times
 from roundpipe.planning import search as plan_search
 from roundpipe.planning.machine import HardwareProfile

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import make_schedule
 from roundpipe.core.shared_weights import SharedWeight
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.residency import (

@@ -10,8 +10,9 @@ from random import Random
 import pytest
 
 from roundpipe.core.errors import ConfigError, ScheduleError
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import make_schedule
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import plan, plan_greedy
 from roundpipe.planning.simulator import simulate, simulate_timeline

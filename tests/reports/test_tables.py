@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.reports import partition_table as report
 from roundpipe.reports import tables
 from roundpipe.reports.tables import summary_table

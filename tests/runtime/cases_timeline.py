@@ -5,7 +5,8 @@ from itertools import pairwise
 import torch
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.execute_plan import ExecutePlan
+from roundpipe.core.schedule import make_schedule
 from roundpipe.runtime.device.backend import Device
 from tests.runtime.models import batch, config, mlp, square_loss
 

@@ -5,7 +5,7 @@ import copy
 import torch
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.device.backend import Device
 from tests.runtime.models import DTYPE, batch, config, mlp, square_loss
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning import stage_costs, step_times
 
 PUBLISHED: dict[str, Any] = json.loads(

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import make_schedule
 from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import resolve

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roundpipe.core.errors import ConfigError, MicrobatchError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.config import (
     ResolvedConfig,
     RoundPipeRunConfig,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.device.backend import Device
 from tests.runtime.models import (
     DTYPE,

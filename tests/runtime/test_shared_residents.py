@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.device.backend import Device
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, square_loss
 

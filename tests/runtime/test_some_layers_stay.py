@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.engine import full_plans, plans_beside
 from roundpipe.runtime.optimizer import as_on_host, unasked
 from tests.runtime import test_twins, test_unasked

@@ -2,8 +2,9 @@
 
 import pytest
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerSpec
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import make_schedule
 from roundpipe.runtime.engine.spec import Segment, flow, names_with_gradient, reads_of_backward
 
 SPECS = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.device import backend as backend_module
 from roundpipe.runtime.device.cpu import CpuBackend
 from tests.runtime.models import batch, config, mlp, square_loss

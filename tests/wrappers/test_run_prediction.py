@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from tests.runtime.models import batch, config, mlp, slow_step, square_loss
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.execute_plan import ExecutePlan
+from roundpipe.core.schedule import make_schedule
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend

@@ -29,7 +29,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig

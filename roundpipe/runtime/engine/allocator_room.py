@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.tiling import Tiles
 from roundpipe.runtime.device.backend import Backend
 

@@ -16,10 +16,11 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.compiled_modules import context_for
+from roundpipe.core.execute_plan import ExecutePlan, ScheduleKind
 from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
-from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
+from roundpipe.core.schedule import Phase, Schedule, make_schedule
 from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import STREAMED
 from roundpipe.runtime.config import microbatch_count

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from roundpipe.core.attributes import stored_attribute
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerChain, LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.residency import Residency
 from roundpipe.runtime.config import RecomputeGrain

@@ -15,8 +15,9 @@ from typing import TypedDict
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
-from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
+from roundpipe.core.schedule import Schedule, make_schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import ChainSeconds, HardwareProfile
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, STREAMED, Residency

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerChain
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.runtime.engine.chain_record import Room, has_grown

@@ -15,8 +15,9 @@ from math import inf
 from typing import Any, Unpack
 
 from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.execute_plan import ExecutePlan, ScheduleKind
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
+from roundpipe.core.schedule import Schedule, make_schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import LeastNeed, PlanArguments, has_plan, least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan

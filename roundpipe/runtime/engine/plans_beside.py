@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.execute_plan import ExecutePlan, ScheduleKind
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
+from roundpipe.core.schedule import Schedule, make_schedule
 from roundpipe.planning.planner import PlanArguments, has_plan, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.runtime.engine.chain_record import SHORTEST_STEP_S, KeptPlan
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.tile_choice import PlansInTiles

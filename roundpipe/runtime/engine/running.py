@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median_low
 
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note, said
-from roundpipe.core.schedule import ScheduleKind
+from roundpipe.core.execute_plan import ScheduleKind
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.step import Shortage, StepState
 from roundpipe.runtime.weights.gate import Gates

@@ -17,7 +17,7 @@ import operator
 from dataclasses import replace
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.tiling import Tiles
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from roundpipe.runtime.engine.chain_record import SHRINK, KeptPlan, Limit

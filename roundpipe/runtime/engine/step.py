@@ -334,7 +334,7 @@ class StepState:
         """Of jobs in their order."""
         schedule, first = self.spec.schedule, self._first_job
         # a job's weights come up while the worker's job before it runs
-        last_upload = (uploads[-1] if uploads else first) - schedule.num_workers
+        last_upload = schedule.worker_before(uploads[-1] if uploads else first)
         return uploads[0] if uploads else schedule.next_job, last_upload, adds[-1] if adds else first
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import ResolvedConfig

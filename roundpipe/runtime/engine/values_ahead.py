@@ -206,11 +206,8 @@ def _next_run(schedule: Schedule, job: Job, microbatch: int) -> Run | None:
     """The run of a worker behind one, in its step."""
     if microbatch + job.num_replicas < schedule.num_microbatches:
         return job, microbatch + job.num_replicas
-    following = job.index + schedule.num_workers
-    if not schedule.has_job(following):
-        return None
-    job = schedule.job(following)
-    return job, schedule.microbatches(job)[0]
+    following = schedule.worker_next(job.index)
+    return None if following is None else (following, schedule.microbatches(following)[0])
 
 
 def _job_takes(spec: StepSpec, job: Job) -> _JobTakes:

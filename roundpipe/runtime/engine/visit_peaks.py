@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.stage_costs import (
     EXCESS,
     StageCosts,
     StagePhase,
     arena_bytes,
     beside_bytes,
-    device_memory,
+    ring_memory,
     training_jobs,
 )
 from roundpipe.runtime.config import RecomputeGrain
@@ -73,17 +73,20 @@ class VisitPeaks:
     def compared(self) -> list[MeasuredVisit]:
         """The visits, as predicted by the costs as they are and as measured."""
         stages = training_jobs(self.plan, StageCosts(self.costs, self.grain, is_alone=self.is_alone), self.num_workers)
-        predicted = device_memory(stages, self.num_workers)
+        rings = self.plan.rings("train", self.num_workers)
+        predicted = ring_memory(stages, rings, [0] * len(rings))
+        of_visits = {at: (ring, number) for ring in rings for number, at in enumerate(ring.positions)}
         found = []
         for position, (phase, layers) in enumerate(_visits(self.plan, self.num_workers)):
+            (ring, number), turn = of_visits[position], len(of_visits[position][0].workers)
             if (peak_bytes := self._bytes.get(position)) is None:
                 continue
             # plans count with what the step before has left, and this one may have begun without
-            before = stages[(position - self.num_workers) % len(stages)]
-            is_without = position < self.num_workers and position not in self._with_rest
+            before = stages[ring.before(number)]
+            is_without = number < turn and position not in self._with_rest
             before_bytes = beside_bytes(stages[position], before) if is_without else 0
             # predictions are of the worker with the largest weights; this one's room may be smaller
-            own = [stage.weight_bytes for stage in stages[position % self.num_workers :: self.num_workers]]
+            own = [stage.weight_bytes for stage in ring.of(stages)[number % turn :: turn]]
             peak_bytes += predicted[position].weights + predicted[position].next_weights - arena_bytes(own, 1)
             found.append(MeasuredVisit(phase, layers, predicted[position].total - before_bytes, peak_bytes))
         return found
