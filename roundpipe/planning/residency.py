@@ -160,7 +160,7 @@ def choose_residency(
     frozen = {
         index: cost.weight_bytes - _streamed_bytes(cost)
         for index, cost in enumerate(costs.layers)
-        if index not in trained.layers and cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
+        if index not in trained.layers and may_stay(cost)
     }
     stages, rings = trained.rest(costs).of_jobs(schedule), schedule.rings
     chosen: set[int] = set()
@@ -213,6 +213,11 @@ class _RingJobs:
             if any(index in layers for index in job.layers)
         ]
         return next(index for index in max(jobs)[2].layers if index in layers) if jobs else None
+
+
+def may_stay(cost: LayerCost) -> bool:
+    """Whether a layer has frozen weights that are worth keeping on a device."""
+    return cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
 
 
 def _streamed_bytes(cost: LayerCost) -> int:

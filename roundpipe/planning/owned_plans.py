@@ -1,0 +1,79 @@
+"""Plans in which each layer has one worker: stages that don't rotate.
+
+What stays of weights is then on one device instead of all, so that N devices have room for N times as much. Stages
+of all workers follow each other, forward stage K on worker K mod N, and backward stages are cut where forward stages
+are. At the end of a step a worker waits for those behind it, and at the start of the next for those before it, which
+stages that rotate don't: the more stages each worker has, the shorter, but the fewer layers are in the fused one,
+which recomputes nothing. Predictions choose.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from roundpipe.core.execute_plan import ExecutePlan
+from roundpipe.core.layers import LayerCost
+
+_MOST_SLOWER_IN_A_ROW = 2
+"""Numbers of stages, each predicted to be slower than the best before it, after which no more are looked at."""
+_BISECTIONS = 40
+
+
+def owned_plans(costs: Sequence[LayerCost], num_workers: int) -> Iterator[ExecutePlan]:
+    """One for each number of forward stages per worker, ascending: that whose longest stage is the shortest."""
+    for num_stages in range(num_workers, len(costs) + 1, num_workers):
+        edges = _edges(costs, num_stages)
+        forward = [*pairwise(edges)]
+        yield ExecutePlan(forward[:-1], forward[-1], forward[-2::-1], rotates=False)
+
+
+def best_owned(
+    costs: Sequence[LayerCost],
+    num_workers: int,
+    fits: Callable[[ExecutePlan], bool],
+    predict: Callable[[ExecutePlan], float],
+) -> tuple[ExecutePlan, float] | None:
+    """The plan of these that is predicted to be the fastest of those that fit, and its seconds; None: none fits."""
+    best: tuple[ExecutePlan, float] | None = None
+    num_slower = 0
+    for plan in owned_plans(costs, num_workers):
+        if not fits(plan):
+            continue
+        seconds = predict(plan)
+        if best is None or seconds < best[1]:
+            best, num_slower = (plan, seconds), 0
+        elif (num_slower := num_slower + 1) == _MOST_SLOWER_IN_A_ROW:
+            break
+    return best
+
+
+def _edges(costs: Sequence[LayerCost], num_stages: int) -> list[int]:
+    """Where so many forward stages begin, and the last layer's end, so that the longest has the least to do.
+
+    A stage that is not the last runs again in the backward.
+    """
+    again_s = [0.0, *accumulate(2 * cost.forward_s + cost.backward_s for cost in costs)]
+    once_s = [0.0, *accumulate(cost.forward_s + cost.backward_s for cost in costs)]
+    low_s, high_s = 0.0, again_s[-1]
+    for _ in range(_BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if _cut(again_s, once_s, num_stages, middle_s) else (middle_s, high_s)
+    edges = _cut(again_s, once_s, num_stages, high_s) or _cut(again_s, once_s, num_stages, 2 * again_s[-1])
+    assert edges is not None
+    return edges
+
+
+def _cut(again_s: Sequence[float], once_s: Sequence[float], num_stages: int, most_s: float) -> list[int] | None:
+    """The edges of stages that are filled from the first layer on, each with at least one layer; None: they are too short."""
+    num_layers = len(again_s) - 1
+    edges = [0]
+    for left in range(num_stages - 1, 0, -1):  # stages behind this one, which need a layer each
+        start = edges[-1]
+        stop = bisect_right(again_s, again_s[start] + most_s, lo=start) - 1
+        stop = min(stop, num_layers - left)
+        if stop <= start:
+            return None
+        edges.append(stop)
+    return [*edges, num_layers] if once_s[-1] - once_s[edges[-1]] <= most_s else None
