@@ -173,6 +173,11 @@ class ExecutePlan:
         counts = [1 if any(i in alone for i in range(*layers)) else min(n, most) for (_, layers), n in stages]
         return ExecutePlan(self.forward, self.fused, self.backward, counts, rotates=self.rotates)
 
+    def owners(self, num_workers: int) -> list[int]:
+        """Per layer, the worker that has it where stages don't rotate."""
+        stages = enumerate(self.forward_stages)
+        return [index % num_workers for index, (start, stop) in stages for _ in range(start, stop)]
+
     def workers(self, kind: ScheduleKind, num_workers: int) -> list[int] | None:
         """Per stage of such a step, the worker that has its layers; None: stages rotate.
 
@@ -181,15 +186,11 @@ class ExecutePlan:
         """
         if self.rotates:
             return None
-        owners = [index % num_workers for index, _ in enumerate(self.forward_stages)]
-        of_layers = [
-            worker
-            for worker, (start, stop) in zip(owners, self.forward_stages, strict=True)
-            for _ in range(start, stop)
-        ]
+        owners = self.owners(num_workers)
+        forward = [owners[start] for start, _ in self.forward_stages]
         backward: list[int] = []
         for start, stop in self.backward_stages:
-            found = set(of_layers[start:stop])
+            found = set(owners[start:stop])
             if len(found) != 1:
                 raise ScheduleError(
                     f"the backward range ({start}, {stop}) has layers of {len(found)} of {num_workers} workers, but "
@@ -197,8 +198,7 @@ class ExecutePlan:
                     "the forward ranges are cut"
                 )
             backward += found
-        num_before = len(self.forward)
-        return {"train": owners[:num_before] + backward, "forward": owners, "backward": backward}[kind]
+        return {"train": forward[: len(self.forward)] + backward, "forward": forward, "backward": backward}[kind]
 
     def rings(self, kind: ScheduleKind, num_workers: int, most_replicas: int | None = None) -> list[Ring]:
         """Which workers take turns at which jobs of such a step, with at most so many replicas of a stage.

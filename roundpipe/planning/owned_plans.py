@@ -10,15 +10,21 @@ which recomputes nothing. Predictions choose.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar, Unpack
 
 from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
+from roundpipe.planning.planner import PlanArguments
+from roundpipe.planning.residency import may_stay
+from roundpipe.planning.stage_costs import plan_peak_bytes
 
 _MOST_SLOWER_IN_A_ROW = 2
 """Numbers of stages, each predicted to be slower than the best before it, after which no more are looked at."""
 _BISECTIONS = 40
+
+Found = TypeVar("Found")
 
 
 def owned_plans(costs: Sequence[LayerCost], num_workers: int) -> Iterator[ExecutePlan]:
@@ -30,20 +36,34 @@ def owned_plans(costs: Sequence[LayerCost], num_workers: int) -> Iterator[Execut
 
 
 def best_owned(
-    costs: Sequence[LayerCost],
-    num_workers: int,
-    fits: Callable[[ExecutePlan], bool],
-    predict: Callable[[ExecutePlan], float],
-) -> tuple[ExecutePlan, float] | None:
-    """The plan of these that is predicted to be the fastest of those that fit, and its seconds; None: none fits."""
-    best: tuple[ExecutePlan, float] | None = None
+    costs: Sequence[LayerCost], predict: Callable[[ExecutePlan], float], **arguments: Unpack[PlanArguments]
+) -> tuple[float, ExecutePlan] | None:
+    """The plan of these that is predicted to be the fastest, behind its seconds per step.
+
+    None: no such plan fits, or no layer has frozen weights that may stay.
+    """
+    num_workers, budget_bytes = arguments["num_workers"], arguments.get("memory_budget_bytes")
+    grain, is_alone = arguments.get("recompute_grain", "stage"), arguments["num_microbatches"] == 1
+
+    def fits(plan: ExecutePlan) -> bool:
+        if budget_bytes is None:
+            return True
+        peak_bytes = plan_peak_bytes(plan, costs, num_workers=num_workers, recompute_grain=grain, is_alone=is_alone)
+        return peak_bytes <= budget_bytes
+
+    if not any(map(may_stay, costs)):
+        return None
+    plans = filter(fits, owned_plans(costs, num_workers))
+    return first_best(((predict(plan), plan) for plan in plans), lambda found: found[0])
+
+
+def first_best(found: Iterable[Found], seconds: Callable[[Found], float]) -> Found | None:
+    """The fastest of some that come with more stages each; once it gets slower no more are looked at."""
+    best: Found | None = None
     num_slower = 0
-    for plan in owned_plans(costs, num_workers):
-        if not fits(plan):
-            continue
-        seconds = predict(plan)
-        if best is None or seconds < best[1]:
-            best, num_slower = (plan, seconds), 0
+    for one in found:
+        if best is None or seconds(one) < seconds(best):
+            best, num_slower = one, 0
         elif (num_slower := num_slower + 1) == _MOST_SLOWER_IN_A_ROW:
             break
     return best
@@ -66,7 +86,7 @@ def _edges(costs: Sequence[LayerCost], num_stages: int) -> list[int]:
 
 
 def _cut(again_s: Sequence[float], once_s: Sequence[float], num_stages: int, most_s: float) -> list[int] | None:
-    """The edges of stages that are filled from the first layer on, each with at least one layer; None: they are too short."""
+    """The edges of stages that are filled from the first layer on; None: they are too short."""
     num_layers = len(again_s) - 1
     edges = [0]
     for left in range(num_stages - 1, 0, -1):  # stages behind this one, which need a layer each

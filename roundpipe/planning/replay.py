@@ -36,7 +36,7 @@ from roundpipe.planning.replayed import (
     ReplayedStep,
     ReplayedWait,
 )
-from roundpipe.planning.residency import STREAMED, Residency
+from roundpipe.planning.residency import STREAMED, Residency, Share
 from roundpipe.planning.stage_costs import StageCosts, beside_bytes, num_trained
 
 _MAX_STEPS, _MAX_TURNS = 32, 4
@@ -83,14 +83,15 @@ class StepReplay:
         self._before = {at: ring.before(number) for ring in schedule.rings for number, at in enumerate(ring.positions)}
         """Per job, by its position, the one that its worker runs before it, maybe in the step before."""
         self._on_host = values_on_host(schedule, costs)
-        trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
+        is_training = schedule.kind == "train"
+        trained = sum(num_trained(cost) for cost in costs.layers) if is_training else 0
         self._update_bytes = trained * profile.update_bytes_per_parameter
         self._updates: list[Node] = []
-        self.update_there_s = residency.update_s(profile.device_bytes_per_s) if schedule.kind == "train" else 0.0
-        """Of an update on the one worker's device."""
-        self._home_bytes = residency.home_bytes
-        self._home: list[Node] = []
-        """The new weights of the step before on their way to the host."""
+        pairs = zip(schedule.rings, residency.on_rings(len(schedule.rings)), strict=True)
+        self._shares = [(ring.workers[0], share) for ring, share in pairs if share.optimizer_bytes and is_training]
+        """Of workers on whose devices weights live that are updated there."""
+        self._home: dict[int, list[Node]] = {}
+        """Of these workers, the new weights of the step before on their way to the host."""
         self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_runs: list[deque[Node]] = [deque(maxlen=2) for _ in range(num_workers)]
         """Of each worker, the last ops of its latest runs: of the one before the next, and of the one before that."""
@@ -161,8 +162,8 @@ class StepReplay:
             update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
             others.append(update)
-        if self.update_there_s:
-            others += self._add_update_there(schedule.jobs[-1].worker)
+        for worker, share in self._shares:
+            others += self._add_update_there(worker, share)
         step.ends += others
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
         self._queue.add(Node(self._finish), *step.ends)
@@ -190,9 +191,13 @@ class StepReplay:
                 self._queue.add(settled, *after)
         return EarlierJob(job, last, gradients, gradient_bytes, settled, released)
 
-    def _add_update_there(self, worker: int) -> list[Node]:
+    def update_there_s(self, worker: int) -> float:
+        """Seconds of an update on a worker's device."""
+        return sum(share.update_s(self._profile.device_bytes_per_s) for at, share in self._shares if at == worker)
+
+    def _add_update_there(self, worker: int, share: Share) -> list[Node]:
         """The update on a device, and its new weights on their way home, which the next update waits for."""
-        update = Op(worker, self.update_there_s)
+        update = Op(worker, self.update_there_s(worker))
 
         def book() -> None:
             self._free_s[worker] = self._queue.now_s
@@ -200,11 +205,11 @@ class StepReplay:
         update.then = book
         if self.record:
             self.activities.append(ReplayedActivity(update, "update there", None, None, None))
-        self._queue.add(update, *self._home)
-        if self._home_bytes:
-            down, num_bytes = self._down[worker], self._home_bytes
-            self._home = [self._add_transfer("home", down, num_bytes, None, None, 2, update)]
-        return [update, *self._home]
+        self._queue.add(update, *self._home.get(worker, ()))
+        if share.home_bytes:
+            down = self._down[worker]
+            self._home[worker] = [self._add_transfer("home", down, share.home_bytes, None, None, 2, update)]
+        return [update, *self._home.get(worker, ())]
 
     def _add_transfer(
         self,

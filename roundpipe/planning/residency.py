@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import add
+from typing import NamedTuple
 
 from roundpipe.core.execute_plan import ExecutePlan, Ring
 from roundpipe.core.layers import LayerCost
@@ -40,40 +40,51 @@ LEAST_SHARE = 1 / 16
 """Layers of which less than this share of the weights is frozen, such as a few buffers, are streamed as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Layers whose weights stay on devices, and the bytes that they take of each."""
+class Share(NamedTuple):
+    """What stays on one device."""
 
-    layers: frozenset[int] = frozenset()
-    """Those whose frozen weights stay, on the devices of all workers that run them."""
     num_bytes: int = 0
-    """Of the device where the most stays."""
-    trained: frozenset[int] = frozenset()
-    """Those whose trained weights stay, on the one worker's, with gradients and the optimizer's copies and states."""
     optimizer_bytes: int = 0
-    """Of the bytes, those of the optimizer's side: copies, their gradients and states."""
+    """Of them, those of the optimizer's side: copies, their gradients and states."""
     home_bytes: int = 0
     """Of new weights that go to the host behind each update, where nobody has asked for trained ones to stay."""
-    ring_bytes: tuple[int, ...] = ()
-    """What stays on the devices of each ring of workers, where there are several; else ``num_bytes`` on each."""
-
-    def on_rings(self, number: int) -> tuple[int, ...]:
-        """What stays on the devices of each of so many rings of workers."""
-        return self.ring_bytes or (self.num_bytes,) * number
-
-    def beside(self, frozen: Iterable[int], ring_bytes: Sequence[int]) -> Residency:
-        """What stays if some layers' frozen weights do as well, which take so much of the devices of each ring."""
-        total = tuple(map(add, self.on_rings(len(ring_bytes)), ring_bytes))
-        return replace(
-            self,
-            layers=self.layers.union(frozen),
-            num_bytes=max(total),
-            ring_bytes=total if len(total) > 1 else (),
-        )
 
     def update_s(self, bytes_per_s: float) -> float:
         """Seconds of an update of what stays, by what the device reads and writes of its memory."""
         return 2 * self.optimizer_bytes / bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Layers whose weights stay on devices, and the bytes that they take there."""
+
+    layers: frozenset[int] = frozenset()
+    """Those whose frozen weights stay, on the devices of all workers that run them."""
+    trained: frozenset[int] = frozenset()
+    """Those whose trained weights stay, on the one worker's that runs them, with gradients and the optimizer's copies
+    and states."""
+    shares: tuple[Share, ...] = (Share(),)
+    """On the devices of each ring of workers; one: on each device."""
+
+    @property
+    def most(self) -> Share:
+        """On the device where the most stays."""
+        return max(self.shares)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device where the most stays."""
+        return self.most.num_bytes
+
+    def on_rings(self, number: int) -> Sequence[Share]:
+        """On the devices of each of so many rings of workers."""
+        return self.shares * number if len(self.shares) == 1 else self.shares
+
+    def beside(self, frozen: Iterable[int], ring_bytes: Sequence[int]) -> Residency:
+        """What stays if some layers' frozen weights do as well, which take so much of the devices of each ring."""
+        pairs = zip(self.on_rings(len(ring_bytes)), ring_bytes, strict=True)
+        shares = tuple(share._replace(num_bytes=share.num_bytes + more_bytes) for share, more_bytes in pairs)
+        return replace(self, layers=self.layers.union(frozen), shares=shares)
 
     def streamed(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
         """Costs of layers as each visit uploads them."""
@@ -103,14 +114,15 @@ class Residency:
     def stage_memory(self, plan: ExecutePlan, costs: StageCosts, num_workers: int) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
         rings = plan.rings("train", num_workers)
-        needs = iter(ring_memory(training_jobs(plan, self.rest(costs), num_workers), rings, self.on_rings(len(rings))))
+        resident_bytes = [share.num_bytes for share in self.on_rings(len(rings))]
+        needs = iter(ring_memory(training_jobs(plan, self.rest(costs), num_workers), rings, resident_bytes))
         stages = zip(plan.named_stages(), plan.shares("train", num_workers), strict=True)
         return {name: max(islice(needs, count), key=lambda need: need.total) for (name, _), count in stages}
 
     def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
         """Device memory that a schedule takes at most, and what stays."""
         peaks = ring_peaks(self.rest(costs).of_jobs(schedule), schedule.rings)
-        return max(map(add, peaks, self.on_rings(len(peaks))))
+        return max(peak + share.num_bytes for peak, share in zip(peaks, self.on_rings(len(peaks)), strict=True))
 
     def rest(self, costs: StageCosts) -> StageCosts:
         """Costs of ranges of layers as each visit uploads them."""
@@ -121,33 +133,45 @@ STREAMED = Residency()
 """Nothing stays."""
 
 
-def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int, *, adds_up: bool = False) -> Residency:
-    """Everything stays, ``optimizer_bytes`` of the optimizer's side among it.
+def full_residency(
+    costs: Sequence[LayerCost], optimizer_bytes: int, layers: Iterable[int] | None = None, *, adds_up: bool = False
+) -> Residency:
+    """Everything stays on one device, or all of some layers, ``optimizer_bytes`` of the optimizer's side among it.
 
     If a round ``adds_up`` its gradients with those of rounds before, they are there twice meanwhile.
     """
-    num_bytes = sum(cost.weight_bytes + (1 + adds_up) * cost.gradient_bytes for cost in costs) + optimizer_bytes
-    layers = frozenset(range(len(costs)))
-    num_bytes -= _again(costs, layers, is_trained=False) + _again(costs, layers, is_trained=True)
-    return Residency(layers, num_bytes, layers, optimizer_bytes)
+    stays = frozenset(range(len(costs)) if layers is None else layers)
+    num_bytes = sum(costs[index].weight_bytes + (1 + adds_up) * costs[index].gradient_bytes for index in stays)
+    num_bytes += optimizer_bytes - _again(costs, stays, is_trained=False) - _again(costs, stays, is_trained=True)
+    return Residency(stays, stays, (Share(num_bytes, optimizer_bytes),))
 
 
 def trained_residency(
     costs: Sequence[LayerCost], layers: Iterable[int], optimizer_bytes: int, *, adds_up: bool = False
 ) -> Residency:
-    """What is trained of some layers stays, ``optimizer_bytes`` of the optimizer's side among it.
+    """What is trained of some layers stays on one device, ``optimizer_bytes`` of the optimizer's side among it.
 
     ``adds_up``: see `full_residency`.
     """
     trained = frozenset(layers)
     num_bytes = sum(_streamed_bytes(costs[index]) + (1 + adds_up) * costs[index].gradient_bytes for index in trained)
     num_bytes += optimizer_bytes - _again(costs, trained, is_trained=True)
-    return Residency(frozenset(), num_bytes, trained, optimizer_bytes)
+    return Residency(frozenset(), trained, (Share(num_bytes, optimizer_bytes),))
+
+
+def on_several(parts: Sequence[Residency]) -> Residency:
+    """What stays on the devices of several rings of workers, of which each has layers of its own."""
+    return Residency(
+        frozenset().union(*(part.layers for part in parts)),
+        frozenset().union(*(part.trained for part in parts)),
+        tuple(share for part in parts for share in part.shares),
+    )
 
 
 def with_weights_home(residency: Residency, costs: Sequence[LayerCost]) -> Residency:
-    """The same where the host's trained weights follow those on the device after each update."""
-    return replace(residency, home_bytes=sum(_streamed_bytes(costs[index]) for index in residency.trained))
+    """The same, of one device, where the host's trained weights follow those on the device after each update."""
+    home_bytes = sum(_streamed_bytes(costs[index]) for index in residency.trained)
+    return replace(residency, shares=(residency.most._replace(home_bytes=home_bytes),))
 
 
 def choose_residency(
@@ -165,14 +189,14 @@ def choose_residency(
     stages, rings = trained.rest(costs).of_jobs(schedule), schedule.rings
     chosen: set[int] = set()
     ring_bytes: list[int] = []
-    for ring, trained_bytes in zip(rings, trained.on_rings(len(rings)), strict=True):
+    for ring, share in zip(rings, trained.on_rings(len(rings)), strict=True):
         jobs = _RingJobs(ring, ring.of(schedule.jobs), ring.of(stages))
         own = {index: num_bytes for index, num_bytes in frozen.items() if any(index in job.layers for job in jobs.jobs)}
         if budget_bytes is None:
             stays = set(own)
             ring_bytes.append(sum(own.values()) - _again(costs.layers, own, is_trained=False))
         else:
-            stays, num_bytes = jobs.stays(own, costs.layers, budget_bytes - trained_bytes)
+            stays, num_bytes = jobs.stays(own, costs.layers, budget_bytes - share.num_bytes)
             ring_bytes.append(num_bytes)
         chosen |= stays
     return trained.beside(chosen, ring_bytes)

@@ -122,7 +122,7 @@ def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
             arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
             working_bytes[worker] = max(working_bytes[worker], steps.job_bytes[position])
             visits = len(schedule.microbatches(schedule.jobs[position]))
-            busy_s[worker] += steps.update_there_s / num_jobs / turns
+            busy_s[worker] += steps.update_there_s(worker) / num_jobs / turns
             busy_s[worker] += visits * steps.stages[position].seconds / turns
             for cause in CAUSES:
                 lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.finished.steps[-num_steps:])

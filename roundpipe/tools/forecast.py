@@ -31,6 +31,7 @@ from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.chain_record import times_the_example
 from roundpipe.runtime.engine.cost_model import with_tiles
 from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.plans_beside import homes_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.optimizer_side import COPY_ACCESSES, STATES, ExpectedOptimizer, conversion_bytes
@@ -138,7 +139,7 @@ def forecast_at(
     if plan is not None:
         if simulated:
             run = _Run(plans, layers, call, optimizer)
-            may_live_there = is_alone and machine.num_devices == 1 and training.residency != "off"
+            may_live_there = is_alone and training.residency != "off"
             if may_live_there and training.residency == "full":  # which the first call decides
                 run.let_live_there(plan)
             plan = run.measured_plan()
@@ -219,7 +220,7 @@ class _Run:
         self._plans.in_place_of(self._call, streamed)
         if self._call.has_twins:
             self._plans.prove(self._call)
-            self._optimizer = replace(self._optimizer, lives=frozenset(map(id, self.there())))
+            self._optimizer = replace(self._optimizer, homes=self._homes())
             full.allow(lambda call: True, self._optimizer)
 
     def measured_plan(self) -> ExecutePlan:
@@ -236,8 +237,13 @@ class _Run:
         self._plans.full.may_look_again = True
         return self._plans.in_place_of(self._call, streamed)
 
+    def _homes(self) -> dict[int, int]:
+        """The parameters that live on a device, by their identities, and the worker whose it is."""
+        room, plan = self._plans.full.room(self._call), self._plans.full.plan_of(self._call)
+        return homes_of(self._call, room.residency, plan, self._plans.costs.num_workers)
+
     def there(self) -> set[torch.Tensor]:
-        """The parameters that live on the device."""
+        """The parameters that live on devices."""
         trained = self._call.trained
         layers = self._plans.full.room(self._call).residency.trained
         return {parameter for index in layers for parameter in trained.get(index, ())}

@@ -128,10 +128,8 @@ def lives_there_text(result: Forecast) -> str:
         runs[-1][1] = index
     shown = ", ".join(str(first) if first == last else f"{first} .. {last}" for first, last in runs)
     which = f"all {num_all} layers" if len(layers) == num_all else f"{len(layers)} of {num_all} layers ({shown})"
-    return (
-        f"{which}: {format_bytes(residency.num_bytes)} of the device, {format_bytes(residency.optimizer_bytes)} of it "
-        "the optimizer's side, which is updated there"
-    )
+    num_bytes, optimizer_bytes, _ = map(format_bytes, residency.most)
+    return f"{which}: {num_bytes} of the device, {optimizer_bytes} of it the optimizer's side, which is updated there"
 
 
 def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
@@ -206,7 +204,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
         "residency": {
             "trained_layers": sorted(residency.trained),
             "bytes": residency.num_bytes,
-            "optimizer_bytes": residency.optimizer_bytes,
+            "optimizer_bytes": residency.most.optimizer_bytes,
         },
         "host_memory": {
             "needed_bytes": result.host_bytes,

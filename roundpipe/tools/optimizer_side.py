@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -43,8 +43,8 @@ class ExpectedOptimizer:
     """Of the copies."""
     seconds: tuple[float, float] | None = None
     """Of an update on the host, its hand-over among them, and of a step that streams."""
-    lives: frozenset[int] = frozenset()
-    """The parameters that live on the device, by their identities."""
+    homes: Mapping[int, int] = field(default_factory=dict)
+    """The parameters that live on a device, by their identities, and the worker whose it is."""
     is_unasked: bool = False
     may_stay_unasked: bool = True
     is_over: bool = False
@@ -59,11 +59,7 @@ class ExpectedOptimizer:
 
     @property
     def has_twins(self) -> bool:
-        return bool(self.lives)
-
-    @property
-    def ids_there(self) -> frozenset[int]:
-        return self.lives
+        return bool(self.homes)
 
     def rest(self) -> None:
         """Nothing is under way."""

@@ -118,7 +118,7 @@ class Session:
             steps=self.engine,
             ranks=self.ranks,
             second_memory=self.host.add_second_banks,
-            twins=self.engine.twins if self.engine.num_workers == 1 else None,
+            twins=self.engine.twins,
             begin_thread=self.engine.begin_host_work,
         )
         self.engine.before_packing = self.optimizer.come_home

@@ -166,7 +166,7 @@ def test_what_it_takes_of_the_device_is_known_before_the_first_step(optimizer):
         loop = Loop(piped, model, is_async=False, optimizer=optimizer)
         loop.step()
         session = piped._session  # what is counted ahead shows nowhere else to the byte
-        counted = session.engine.twins.num_bytes - session.engine.twins.weights_bytes
+        counted = session.engine.twins.of_workers[0].num_bytes - session.engine.twins.of_workers[0].weights_bytes
         loop.step()
         # gradients of the copies' dtype count as the model's; beside states there is a count of steps of each
         found = session.optimizer.device_bytes(parameters) - passed_on_bytes

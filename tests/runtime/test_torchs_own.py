@@ -16,7 +16,7 @@ __all__ = ["takes_any_gain"]  # a fixture of every test
 def test_what_others_do_in_hooks_of_the_optimizer_may_use_tensors_of_the_host(when, monkeypatch):
     """Here the device is the host: the copies alone count as the device's."""
     monkeypatch.setattr(as_on_host.HostMix, "to_host", lambda self, tensor: tensor.clone())
-    monkeypatch.setattr(as_on_host.HostMix, "to_device", lambda self, tensor: tensor.clone())
+    monkeypatch.setattr(as_on_host.HostMix, "to_device", lambda self, tensor, device: tensor.clone())
 
     def between(loop):
         def hook(optimizer, args, kwargs):

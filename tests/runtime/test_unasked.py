@@ -307,7 +307,7 @@ def test_a_step_fn_that_uses_the_copies_with_tensors_of_the_host_is_the_last_the
     copies = []
     monkeypatch.setattr(as_on_host.HostMix, "is_there", lambda self, tensor: any(tensor is each for each in copies))
     monkeypatch.setattr(as_on_host.HostMix, "to_host", lambda self, tensor: tensor.clone())
-    monkeypatch.setattr(as_on_host.HostMix, "to_device", lambda self, tensor: tensor.clone())
+    monkeypatch.setattr(as_on_host.HostMix, "to_device", lambda self, tensor, device: tensor.clone())
 
     def in_step(loop):
         if loop.number > FIRST + 1:

@@ -29,13 +29,14 @@ from roundpipe.runtime.engine.cost_model import MemoryMeasure
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.full_plans import FULL
 from roundpipe.runtime.engine.host_values import HostValue, HostValues
+from roundpipe.runtime.engine.input_tensors import inputs_of
 from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.plans_beside import homes_of
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.shared_values import Place, places_not_split
 from roundpipe.runtime.engine.spec import (
     LABEL,
     Call,
-    InputTensor,
     StepSpec,
     flow,
     names_with_gradient,
@@ -47,6 +48,7 @@ from roundpipe.runtime.profiling.meter import link_speeds, visit_seconds
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers, LatestFrozenLayers
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.twin_group import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -180,13 +182,13 @@ class StepBuilder:
         drawing = frozenset(_drawing(call) if config.preserve_rng_state else ())
         trained = call.trained
         trainable = [index in trained for index in range(len(chain))]
-        inputs = _inputs(values)
+        inputs = inputs_of(values)
         requiring = {tensor.name for tensor in inputs}
-        inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
+        inputs += inputs_of([{LABEL: HostValue(label)} for label in call.labels])
         held, room = call.inventory, self.plans.room(call, plan)
         weights = self._prepare(chain, wants_gradients=keeps_history, held=held)
-        staying = {id(each): each for index in room.residency.trained for each in trained.get(index, ())}
-        if not self._live(call, staying):
+        homes = homes_of(call, room.residency, plan, self._engine.num_workers)
+        if not self._live(call, homes):
             return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
         if not call.is_evaluation:
             self.last_residency = room.residency
@@ -200,7 +202,7 @@ class StepBuilder:
                 held.modes(),
                 room.residency.layers,
                 with_trained=call.is_evaluation,
-                staying=staying,
+                staying=homes,
             ),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
@@ -272,13 +274,13 @@ class StepBuilder:
             return self._optimizer.has_twins and not call.config.requires_grad
         return self._optimizer.may_have_twins and not call.loss_reads_weights
 
-    def _live(self, call: Call, staying: Mapping[int, torch.Tensor]) -> bool:
-        """Let trained weights be on the device, those ``staying``, or at home; False: there is no room."""
+    def _live(self, call: Call, homes: Mapping[int, int]) -> bool:
+        """Let trained weights be on devices, those that have ``homes`` there, or on the host; False: no room."""
         optimizer, twins = self._optimizer, self._engine.twins
         if not (call.has_twins or twins):
             return True
         parameters = [each for held in call.parameters for each in held]
-        if twins and not (call.has_twins and twins.are_of(parameters, staying)):
+        if twins and not (call.has_twins and twins.are_of(parameters, homes)):
             comes_and_goes = optimizer.is_unasked and self._num_returns > MOST_RETURNS
             self._num_returns += call.has_twins
             optimizer.come_home()
@@ -291,14 +293,17 @@ class StepBuilder:
                 self.plans.full.is_over |= call.config.residency != "off"  # or they might come and go with each call
         if not call.has_twins or twins:
             return True
-        trained = list({id(each): each for each in parameters if id(each) in staying}.values())
+        trained = {id(each): each for each in parameters if id(each) in homes}
         is_asked = call.config.residency == FULL
         try:
-            if twins.suit(trained) and (is_asked or optimizer.suits()):
-                beside_bytes = optimizer.device_bytes(set(trained))
+            if twins.suit(trained.values()) and (is_asked or optimizer.suits()):
+                tenants: dict[int, Tenants] = {}
+                for worker in sorted({*homes.values()}):
+                    own = [each for key, each in trained.items() if homes[key] == worker]
+                    tenants[worker] = Tenants(own, optimizer.device_bytes(set(own)))
                 self._engine.release_memory()  # of streamed weights
                 begin = optimizer.begin_twins if is_asked else optimizer.begin_unasked
-                begin(trained, beside_bytes)
+                begin(tenants)
                 return True
             reason = "some trained weights are of a kind that stays on the host"
             self.plans.full.is_over = True
@@ -387,14 +392,3 @@ def _not_split(values: HostValues, call: Call) -> frozenset[Place]:
             for carry, label in zip(values, call.labels, strict=True)
         ]
     )
-
-
-def _inputs(values: HostValues) -> list[InputTensor]:
-    """Tensors of arguments or labels that gradients flow to."""
-    return [
-        InputTensor(microbatch, name, position, tensor)
-        for microbatch, carry in enumerate(values)
-        for name, value in carry.items()
-        for position, tensor in enumerate(trees.tensors(value.value))
-        if tensor.requires_grad
-    ]

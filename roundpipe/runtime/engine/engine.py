@@ -36,6 +36,7 @@ from roundpipe.runtime.profiling.start_log import StartLog
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.twin_group import TwinGroup
 from roundpipe.runtime.weights.twins import Twins
 
 
@@ -62,7 +63,7 @@ class Engine(Steps):
         self._gates = gates
         self.start = StartLog(name)
         self.retries = RetryCounter(backends)
-        self.twins = Twins(backends[0])
+        self.twins = TwinGroup([Twins(backend) for backend in backends])
         num_accelerators = sum(backend.device.type != "cpu" for backend in backends)
         self.begin_host_work = functools.partial(leave_cores, num_accelerators)
         """For threads that compute on the host."""
@@ -73,7 +74,7 @@ class Engine(Steps):
                 f"{name} worker {i}",
                 gates,
                 self.steps,
-                self.twins if i == 0 else Twins(backend),
+                self.twins.of_workers[i],
                 self.begin_host_work,
             )
             for i, backend in enumerate(backends)

@@ -1,6 +1,7 @@
-"""Plans of calls while trained weights live on the device, with gradients and the optimizer's side.
+"""Plans of calls while trained weights live on devices, with gradients and the optimizer's side.
 
-Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). With
+Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). On several
+workers, each layer lives on the device of one of them (`owned_plans_beside`). With
 ``residency="full"`` such a plan is taken if it is predicted to be no slower than the one that streams; with ``"auto"``,
 on an accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
 (`roundpipe.runtime.optimizer.unasked`). Where everything has room by far, that is before the first step. Once a step
@@ -14,7 +15,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -24,7 +24,9 @@ from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.runtime.engine.chain_record import Room, has_grown
 from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.owned_plans_beside import OwnedPlansBeside
 from roundpipe.runtime.engine.plans_beside import (
+    KeptBeside,
     OptimizerFacts,
     PlanBeside,
     PlansBeside,
@@ -51,43 +53,11 @@ LEAST_AT_ONCE_BYTES = 2**28
 """Of gradients of weights that are not to move later; fewer move, with all that is theirs, in a moment."""
 
 
-@dataclass(slots=True)
-class _FullPlan:
-    found: PlanBeside | None = None
-    """None: nothing fits, or it is slower."""
-    is_proven: bool = False
-    looked_at: int = 0
-    """Measured steps when it was chosen."""
-    is_final: bool = False
-    """Whether it was looked at again since."""
-    device_bytes: int | None = None
-    """Memory for plans that there was when it was chosen."""
-
-    def take(self, more_bytes: int) -> bool:
-        """Leave so much more memory over, or less; False if it does not fit any more."""
-        if self.found is None:
-            return True
-        room = self.found.room
-        if room.spare_bytes is not None:
-            if room.spare_bytes + more_bytes < 0:
-                return False
-            room = room._replace(spare_bytes=room.spare_bytes + more_bytes)
-        if room.resident_bytes is not None:
-            room = room._replace(resident_bytes=room.resident_bytes + more_bytes)
-        self.found = replace(self.found, room=room)
-        return True
-
-    @property
-    def layers(self) -> frozenset[int]:
-        """Those whose trained weights live on the device."""
-        return self.found.residency.trained if self.found is not None else frozenset()
-
-
 class FullPlans:
-    """Chooses them, for a model on one worker.
+    """Chooses them for a model.
 
     Args:
-        accelerators: whether the worker is on one; else ``"auto"`` streams: a CPU worker has the host's memory.
+        accelerators: whether workers are on some; else ``"auto"`` streams: a CPU worker has the host's memory.
     """
 
     def __init__(self, costs: CostModel, accelerators: bool = False) -> None:
@@ -97,12 +67,13 @@ class FullPlans:
         self._accelerators = accelerators
         self._optimizer: OptimizerFacts | None = None
         self._may: Callable[[Call], bool] = lambda call: False
-        self._kept: weakref.WeakKeyDictionary[LayerChain, dict[Any, _FullPlan]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[LayerChain, dict[Any, KeptBeside]] = weakref.WeakKeyDictionary()
         self._budget_bytes: int | None = None
         self._has_all = False
         """Whether, where trained weights live on the device, all do."""
         self._most_layers: int | None = None
         """That may stay, since a step with more ran out of memory; None: all."""
+        self._latest_plan: ExecutePlan | None = None
         self._told = ""
         self.is_over = False
         """Whether there was too little memory."""
@@ -130,7 +101,7 @@ class FullPlans:
         costs = self._costs.of(call.chain, self._costs.elements(call), call.tiles)
         least_bytes = min((trained_residency(costs, [index], 0).num_bytes for index in call.trained), default=0)
         if least_bytes > (self._budget_bytes or 0):
-            self._keep(call, _FullPlan())
+            self._keep(call, KeptBeside())
             return False
         return optimizer.on_host_s() is not None
 
@@ -157,6 +128,7 @@ class FullPlans:
             return streamed
         self._look_again(call, kept, streamed, budget_bytes, there)
         call.has_twins, self._has_all = True, len(kept.layers) == len(call.chain)
+        self._latest_plan = kept.found.plan
         if not there and not call.is_evaluation:
             self._costs.measure_anew(call.chain)
         return kept.found.plan
@@ -178,14 +150,29 @@ class FullPlans:
             is_unasked = config.residency != FULL and not call.is_evaluation
             if is_unasked and not optimizer.suits():
                 return None
-            found = PlansBeside(self._costs, call, None, budget_bytes, optimizer, is_unasked=is_unasked).of_all()
+            found = self._plans(call, None, budget_bytes, optimizer, is_unasked=is_unasked).of_all()
             if found is None or there != ids_in(call, found.residency.trained):
                 return None
-            self._keep(call, kept := _FullPlan(found))
+            self._keep(call, kept := KeptBeside(found))
             self._costs.record(call.chain).add_size(self._costs.elements(call))
         assert kept.found is not None
         call.has_twins = True
         return kept.found.plan
+
+    def _plans(
+        self,
+        call: Call,
+        streamed: ExecutePlan | None,
+        budget_bytes: int,
+        optimizer: OptimizerFacts,
+        *,
+        is_unasked: bool,
+        may_win: Callable[[Stays], bool] | None = None,
+    ) -> PlansBeside:
+        kind = PlansBeside if self._costs.num_workers == 1 else OwnedPlansBeside
+        plans = kind(self._costs, call, streamed, budget_bytes, optimizer, is_unasked=is_unasked, may_win=may_win)
+        plans.keep_homes(self._latest_plan if optimizer.has_twins else None)
+        return plans
 
     def _begins_at_once(
         self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int | None
@@ -204,15 +191,15 @@ class FullPlans:
         knows_memory = call.chain.example_elements or self._costs.record(call.chain).memory()
         if not (is_large and knows_memory and self._of(call) is None and optimizer.foresees() and self._may(call)):
             return False
-        plans = PlansBeside(self._costs, call, streamed, int(ROOMY_SHARE * budget_bytes), optimizer, is_unasked=True)
+        plans = self._plans(call, streamed, int(ROOMY_SHARE * budget_bytes), optimizer, is_unasked=True)
         if (found := plans.of_all()) is None or found.seconds > (1 + MOST_SLOWER) * streamed_s():
             return False
         self._tell(f"{described(call, found)} live on the device from the first step on")
-        self._keep(call, _FullPlan(found))
+        self._keep(call, KeptBeside(found))
         return True
 
     def _look_again(
-        self, call: Call, kept: _FullPlan, streamed: ExecutePlan, budget_bytes: int, there: frozenset[int]
+        self, call: Call, kept: KeptBeside, streamed: ExecutePlan, budget_bytes: int, there: frozenset[int]
     ) -> None:
         """Once its steps were measured, take other stages beside the same layers, if they are faster by enough."""
         num_steps = self._costs.num_steps(call.chain, call.tiles)
@@ -223,7 +210,7 @@ class FullPlans:
             return
         kept.is_final = True
         is_unasked = call.config.residency != FULL
-        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_unasked)
+        plans = self._plans(call, streamed, budget_bytes, self._optimizer, is_unasked=is_unasked)
         again, present_s = plans.of_those(there), plans.seconds(found)
         if again is None or again.plan == found.plan or again.seconds > (1 - AUTO_GAIN) * present_s:
             return
@@ -241,7 +228,7 @@ class FullPlans:
         """The parameters of a call's layers that live on the device, by their identities."""
         if self._optimizer is None or not self._optimizer.has_twins:
             return frozenset()
-        return self._optimizer.ids_there.intersection(map(id, itertools.chain.from_iterable(call.parameters)))
+        return frozenset(self._optimizer.homes.keys() & map(id, itertools.chain.from_iterable(call.parameters)))
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
@@ -256,10 +243,10 @@ class FullPlans:
             self._optimizer is not None and self._optimizer.adds_up,
         )
 
-    def _of(self, call: Call) -> _FullPlan | None:
+    def _of(self, call: Call) -> KeptBeside | None:
         return self._kept.get(call.chain, {}).get(self._key(call))
 
-    def _keep(self, call: Call, kept: _FullPlan) -> None:
+    def _keep(self, call: Call, kept: KeptBeside) -> None:
         kept.looked_at, kept.device_bytes = self._costs.num_steps(call.chain, call.tiles), self.device_bytes
         self._kept.setdefault(call.chain, {})[self._key(call)] = kept
 
@@ -270,13 +257,13 @@ class FullPlans:
         streamed_s: Callable[[], float],
         budget_bytes: int,
         there: frozenset[int],
-    ) -> _FullPlan:
+    ) -> KeptBeside:
         """The plan for a call; with the parameters that are ``there``, by their identities, if that is some layers'."""
         assert self._optimizer is not None
         is_unasked = call.config.residency != FULL
         is_trained_unasked = is_unasked and not call.is_evaluation
         if is_trained_unasked and not self._optimizer.suits():
-            return _FullPlan()
+            return KeptBeside()
         before_s, weighs = functools.cache(streamed_s), is_unasked and not self._optimizer.has_twins
         least_gain = AUTO_GAIN if weighs else 0.0
         best: tuple[float, PlanBeside] | None = None
@@ -292,11 +279,11 @@ class FullPlans:
                 self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
             return False
 
-        plans = PlansBeside(
-            self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked, may_win=may_win
+        plans = self._plans(
+            call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked, may_win=may_win
         )
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
-            return _FullPlan(found)
+            return KeptBeside(found)
         for found in self._candidates(call, plans, there):
             limit_s, seconds = self._compared(call, found, before_s())
             if weighs:
@@ -308,9 +295,9 @@ class FullPlans:
                 break
         if best is None:
             self._tell("weights, gradients and the optimizer's side are streamed, or stay on the host")
-            return _FullPlan()
+            return KeptBeside()
         self._tell(f"{described(call, best[1])} live on the device")
-        return _FullPlan(best[1])
+        return KeptBeside(best[1])
 
     def _tell(self, outcome: str) -> None:
         """Log where things are, unless that is what was said last: sizes of batches that alternate come to the same."""
@@ -356,7 +343,7 @@ class FullPlans:
             found_s += rest_s + there / down_bytes_per_s  # new weights, home
         if is_all(call, found):
             streamed_s = max(streamed_s, step_s)
-        return streamed_s, found_s + found.residency.update_s(DEVICE_BYTES_PER_S)
+        return streamed_s, found_s + found.residency.most.update_s(DEVICE_BYTES_PER_S)
 
     def budget_changed(self, device_bytes: int) -> None:
         """Keep what still fits in what there is now, if that is no more than when it was chosen, or all stays."""
@@ -383,6 +370,12 @@ class FullPlans:
         kept = self._of(call)
         assert kept is not None and kept.found is not None
         return kept.found.room
+
+    def plan_of(self, call: Call) -> ExecutePlan:
+        """A call's plan, which it has."""
+        kept = self._of(call)
+        assert kept is not None and kept.found is not None
+        return kept.found.plan
 
     def has_plan(self, call: Call) -> bool:
         """Whether a call has such a plan."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any, Unpack
@@ -22,7 +22,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.owned_plans import best_owned
 from roundpipe.planning.planner import LeastNeed, PlanArguments, has_plan, least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.residency import STREAMED, Residency, choose_residency, may_stay
+from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
@@ -339,28 +339,12 @@ class PlanChooser:
         if self._num_workers == 1:
             return plan
         if predict is not None and self._may_stay(call):
-            plan = self._owned(call, costs, plan, predict)
+            owned = best_owned(costs, predict, **arguments)
+            plan = owned[1] if owned is not None and owned[0] <= (1 - OWNED_GAIN) * predict(plan) else plan
         if not call.may_replicate or call.num_microbatches == 1:
             return plan
         shared, seconds = choose(costs, replicate=True), self.seconds(call, tiles)
         return shared if seconds(shared) <= (1 - REPLICAS_GAIN) * seconds(plan) else plan
-
-    def _owned(self, call: Call, costs: Sequence[LayerCost], plan: ExecutePlan, predict: Prediction) -> ExecutePlan:
-        """A plan, or one in which each layer has one worker, if that is faster by enough: more of it stays there."""
-        budget_bytes, grain = self._budget_of(call), call.config.recompute_grain
-        peak_bytes = functools.partial(
-            plan_peak_bytes,
-            costs=costs,
-            num_workers=self._num_workers,
-            recompute_grain=grain,
-            is_alone=call.num_microbatches == 1,
-        )
-        if not any(may_stay(cost) for cost in costs):
-            return plan
-        found = best_owned(
-            costs, self._num_workers, lambda plan: budget_bytes is None or peak_bytes(plan) <= budget_bytes, predict
-        )
-        return plan if found is None or found[1] > (1 - OWNED_GAIN) * predict(plan) else found[0]
 
     def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
         """Whether a plan fits in tiles, as if what runs in ``free`` layers took no memory; quicker than a plan."""

@@ -7,7 +7,7 @@ is what is hidden the least. A parameter of several layers stays for all of them
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -70,8 +70,8 @@ class OptimizerFacts(Protocol):
         """Whether it is known before the first step which optimizers make it, and nothing speaks against a move."""
 
     @property
-    def ids_there(self) -> frozenset[int]:
-        """The model's parameters that live on the device, by their identities."""
+    def homes(self) -> Mapping[int, int]:
+        """The model's parameters that live on a device, by their identities, and the worker whose it is."""
 
     def rest(self) -> None:
         """Return when no round and no update is under way, so that nothing is measured meanwhile."""
@@ -104,10 +104,50 @@ class PlanBeside(Stays):
     room: Room
 
 
+@dataclass(slots=True)
+class KeptBeside:
+    """What calls that are alike have of such a plan."""
+
+    found: PlanBeside | None = None
+    """None: nothing fits, or it is slower."""
+    is_proven: bool = False
+    looked_at: int = 0
+    """Measured steps when it was chosen."""
+    is_final: bool = False
+    """Whether it was looked at again since."""
+    device_bytes: int | None = None
+    """Memory for plans that there was when it was chosen."""
+
+    def take(self, more_bytes: int) -> bool:
+        """Leave so much more memory over, or less; False if it does not fit any more."""
+        if self.found is None:
+            return True
+        room = self.found.room
+        if room.spare_bytes is not None:
+            if room.spare_bytes + more_bytes < 0:
+                return False
+            room = room._replace(spare_bytes=room.spare_bytes + more_bytes)
+        if room.resident_bytes is not None:
+            room = room._replace(resident_bytes=room.resident_bytes + more_bytes)
+        self.found = replace(self.found, room=room)
+        return True
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Those whose trained weights live on the device."""
+        return self.found.residency.trained if self.found is not None else frozenset()
+
+
 def ids_in(call: Call, layers: Collection[int]) -> frozenset[int]:
     """The parameters that are trained in some layers of a call's chain, by their identities."""
     trained = call.trained
     return frozenset(map(id, itertools.chain.from_iterable(trained.get(index, ()) for index in layers)))
+
+
+def homes_of(call: Call, residency: Residency, plan: ExecutePlan, num_workers: int) -> dict[int, int]:
+    """The parameters that live on a device, by their identities, and the worker whose it is."""
+    owners = [0] * len(call.chain) if num_workers == 1 else plan.owners(num_workers)
+    return {id(each): owners[index] for index in residency.trained for each in call.trained.get(index, ())}
 
 
 def is_all(call: Call, found: Stays) -> bool:
@@ -133,6 +173,8 @@ class PlansBeside:
             for `of_those`.
     """
 
+    _num_workers = 1
+
     def __init__(
         self,
         costs: CostModel,
@@ -150,6 +192,9 @@ class PlansBeside:
         optimizer.rest()  # or what is compared with these plans would be of later measurements
         self._costs = costs.of(call.chain, costs.elements(call), call.tiles)
         self._trained = call.trained
+
+    def keep_homes(self, plan_there: ExecutePlan | None) -> None:
+        """Find only plans by which what lives on a device now would be there; it is by a plan, if any does."""
 
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
@@ -198,7 +243,7 @@ class PlansBeside:
 
     def _arguments(self, left_bytes: int) -> PlanArguments:
         return PlanArguments(
-            num_workers=1,
+            num_workers=self._num_workers,
             num_microbatches=self._call.num_microbatches,
             memory_budget_bytes=left_bytes,
             recompute_grain=self._call.config.recompute_grain,
@@ -222,7 +267,9 @@ class PlansBeside:
         """Of the plan that the user has given."""
         number, grain = self._call.num_microbatches, self._call.config.recompute_grain
         assert self._streamed is not None
-        return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
+        return plan_peak_bytes(
+            self._streamed, costs, num_workers=self._num_workers, recompute_grain=grain, is_alone=number == 1
+        )
 
     def _plan(self, residency: Residency, may_win: Callable[[Stays], bool] | None = None) -> PlanBeside | None:
         call, links = self._call, self._links
@@ -242,10 +289,12 @@ class PlansBeside:
                 plan = choose_plan(there, **arguments, predict=predict, link_bytes_per_s=min(links))
             except DeviceMemoryError:
                 plan = None
-        if plan is None:
-            return None
-        seconds, room = self._seconds(plan, predict, there), self._room(plan, residency)
-        return PlanBeside(residency, seconds, has_updates, plan, room)
+        return None if plan is None else self._found(plan, residency, predict)
+
+    def _found(self, plan: ExecutePlan, residency: Residency, predict: Prediction | None) -> PlanBeside:
+        has_updates = predict is not None and self._model.chain_of(self._call) is not None
+        seconds = self._seconds(plan, predict, residency.streamed(self._costs))
+        return PlanBeside(residency, seconds, has_updates, plan, self._room(plan, residency))
 
     @property
     def _links(self) -> tuple[float, float]:
@@ -262,7 +311,7 @@ class PlansBeside:
     def _seconds(self, plan: ExecutePlan, predict: Prediction | None, there: Sequence[LayerCost]) -> float:
         if predict is not None:
             return predict(plan)
-        return plan_seconds(plan, there, num_workers=1, num_microbatches=self._call.num_microbatches)
+        return plan_seconds(plan, there, num_workers=self._num_workers, num_microbatches=self._call.num_microbatches)
 
     def _room(self, plan: ExecutePlan, trained: Residency) -> Room:
         """What stays beside a plan in all, and what is left."""
@@ -272,10 +321,12 @@ class PlansBeside:
             costs = [costs[index] if index in trained.trained else cost for index, cost in enumerate(others)]
         ranges = StageCosts(costs, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
         kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
-        schedule = make_schedule(plan, 1, call.num_microbatches, kind=kind)
+        schedule = make_schedule(plan, self._num_workers, call.num_microbatches, kind=kind)
         has_all = len(trained.layers) == len(costs)
         residency = trained if has_all else choose_residency(schedule, ranges, self._budget_bytes, trained)
         spare_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, ranges), 0)
         if has_all:
             return Room(residency, None, spare_bytes)
-        return Room(residency, residency.num_bytes - trained.num_bytes + spare_bytes, spare_bytes)
+        pairs = zip(residency.shares, trained.shares, strict=True)
+        frozen_bytes = max(share.num_bytes - of_trained.num_bytes for share, of_trained in pairs)
+        return Room(residency, frozen_bytes + spare_bytes, spare_bytes)

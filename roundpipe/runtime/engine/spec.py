@@ -206,18 +206,6 @@ class JobFlow:
         return {name for segment in self.segments for name in segment.takes}
 
 
-@dataclass(frozen=True, slots=True)
-class InputTensor:
-    """A tensor of a microbatch's arguments or label that requires grad."""
-
-    microbatch: int
-    name: str
-    """Of the carried value that it is in."""
-    position: int
-    """Among the tensors of that value."""
-    tensor: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSpec:
     """Everything about one step that is known before it runs."""

@@ -1,7 +1,7 @@
 """What a ``step_fn`` does with tensors of the host works on as if the optimizer's copies were there, too.
 
 It was written for copies on the host and may keep averages of them, or noise to add, in tensors of its own. Operations
-that have tensors of both places run in one of them, with the results, and the writes, that they have on the host.
+that have tensors of several places run in one of them, with the results, and the writes, that they have on the host.
 
 To look at each of them, and at each attribute of a tensor, takes longer than a small model's update. While torch's own
 optimizers are at it nobody looks: what they are given is where the copies are.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -31,25 +31,26 @@ _LOOKED_AT = _SETTERS | _OF_THE_HOST
 
 
 class HostMix(TorchDispatchMode):
-    """Sees operators with tensors of a device and of the host."""
+    """Sees operators with tensors of a device and of the host, or of several devices."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, devices: Collection[torch.device]) -> None:
         super().__init__()
-        self.device = device
+        self.devices = devices
         self.has_mixed = False
+        """Whether tensors of the host were used with those of a device."""
         self.looks = True
-        """Whether operators may have tensors of both places."""
+        """Whether operators may have tensors of several places."""
         self.step = contextlib.ExitStack()
         """What ends with the step of an optimizer."""
 
     def is_there(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.device
+        return tensor.device in self.devices
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,25 +59,31 @@ class HostMix(TorchDispatchMode):
         if not self.looks or func in _BETWEEN:
             return func(*args, **kwargs)
         tensors = trees.tensors((args, kwargs))
+        there = [tensor for tensor in tensors if self.is_there(tensor)]
         here = [tensor for tensor in tensors if tensor.is_cpu and not self.is_there(tensor)]
-        if not here or not any(map(self.is_there, tensors)):
+        is_apart = len({tensor.device for tensor in there}) > 1 and not _is_each_by_itself(func, args, kwargs)
+        if not there or not (here or is_apart):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        if not any(tensor.ndim or id(tensor) in written for tensor in here):  # a scalar goes with any tensor
+        has_mixed = any(tensor.ndim or id(tensor) in written for tensor in here)  # a scalar goes with any tensor
+        if not (has_mixed or is_apart):
             return func(*args, **kwargs)
-        self.has_mixed = True
-        return self._run(func, args, kwargs, written)
+        self.has_mixed |= has_mixed
+        written_there = [tensor.device for tensor in there if id(tensor) in written]
+        on_host = has_mixed and not written_there
+        return self._run(func, args, kwargs, written, None if on_host else (*written_there, there[0].device)[0])
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: set[int]) -> Any:
-        """Run an operator on the device if it writes something there, else on the host."""
-        tensors = trees.tensors((args, kwargs))
-        stays = any(id(tensor) in written and self.is_there(tensor) for tensor in tensors)
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: set[int], device: torch.device | None
+    ) -> Any:
+        """Run an operator on a device, or on the host."""
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if self.is_there(tensor) is stays:
+            is_there = self.is_there(tensor)
+            if not is_there if device is None else is_there and tensor.device == device:
                 return tensor
-            other = self.to_device(tensor) if stays else self.to_host(tensor)
+            other = self.to_host(tensor) if device is None else self.to_device(tensor, device)
             return moved.setdefault(id(tensor), (tensor, other))[1]
 
         result = func(*trees.map_tensors(args, move), **trees.map_tensors(kwargs, move))
@@ -85,6 +92,12 @@ class HostMix(TorchDispatchMode):
             if id(tensor) in written:
                 tensor.copy_(other)
         return trees.map_tensors(result, lambda tensor: originals.get(id(tensor), tensor))
+
+
+def _is_each_by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator takes lists of tensors one by one, each with those at its place in other lists."""
+    values = (*args, *kwargs.values())
+    return func.name().startswith("aten::_foreach_") and not any(isinstance(each, torch.Tensor) for each in values)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -114,7 +127,7 @@ class _HostOnly(TorchFunctionMode):
         elif func in _SETTERS and isinstance(args[1], torch.Tensor) and mix.is_there(args[0]):
             if not mix.is_there(args[1]):
                 mix.has_mixed = True
-                args = (args[0], mix.to_device(args[1]))
+                args = (args[0], mix.to_device(args[1], args[0].device))
         return func(*args, **(kwargs or {}))
 
 
@@ -127,9 +140,9 @@ _OPEN = _Open()
 
 
 @contextmanager
-def as_on_host(device: torch.device) -> Iterator[HostMix]:
-    """While open, tensors of a device may be used with those of the host."""
-    mix = _OPEN.mix = HostMix(device)
+def as_on_host(devices: Collection[torch.device]) -> Iterator[HostMix]:
+    """While open, tensors of some devices may be used with each other and with those of the host."""
+    mix = _OPEN.mix = HostMix(devices)
     with contextlib.ExitStack() as stack:
         stack.callback(delattr, _OPEN, "mix")
         stack.enter_context(mix)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,19 @@ from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.optimizer.temporaries import bytes_of_unknown, temporary_bytes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import OF_THE_WHOLE
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.weights.twin_group import Tenants, TwinGroup
 
 
 class DeviceSteps(PlainSteps):
     """What an `OptimizerSide` does to bring its copies to a device, and home."""
 
-    _twins: Twins | None
+    _twins: TwinGroup | None
 
-    def __init__(self, twins: Twins | None) -> None:
+    def __init__(self, twins: TwinGroup | None) -> None:
         super().__init__()
         self._twins = twins
-        self._given: Event | None = None
-        """After what the latest update gave to the device."""
+        self._given: Sequence[Event] = ()
+        """After what the latest update gave to devices."""
         self._is_foreseen = False
         """Whether it was known before the first step which optimizers make it."""
         self._moved: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
@@ -64,9 +64,9 @@ class DeviceSteps(PlainSteps):
         return self._twins is not None and self._twins.get(parameter) is not None
 
     @property
-    def ids_there(self) -> frozenset[int]:
-        """The model's parameters that live on a device, by their identities."""
-        return frozenset() if self._twins is None else self._twins.ids
+    def homes(self) -> Mapping[int, int]:
+        """The model's parameters that live on a device, by their identities, and the worker whose it is."""
+        return {} if self._twins is None else self._twins.homes
 
     @property
     def _is_split(self) -> bool:
@@ -89,8 +89,8 @@ class DeviceSteps(PlainSteps):
         unknown_bytes = bytes_of_unknown([copy.nbytes for copy in others.values()])
         return num_bytes + max(temporaries_bytes, unknown_bytes)  # which are made one after the other
 
-    def begin_twins(self, parameters: Sequence[torch.Tensor], num_bytes: int) -> None:
-        """Let these live on the device from now on; ``num_bytes`` are their `device_bytes`.
+    def begin_twins(self, tenants: Mapping[int, Tenants]) -> None:
+        """Let these live on the devices of workers from now on, beside whose weights are their `device_bytes`.
 
         What is raised changes nothing.
 
@@ -101,10 +101,14 @@ class DeviceSteps(PlainSteps):
         self._rest("a step")
         pairs = self._pairs.with_new()
         self._pairs.make_copies(pairs)  # or nobody shows the gradients of those that have none
-        staying = set(parameters)
-        passed_on = [pair.copy for pair in pairs if pair.parameter in staying and pair.passes_gradient_on]
-        # gradients that are the copies' as they are count as the model's already
-        self._twins.begin(parameters, num_bytes - sum(copy.nbytes for copy in passed_on if copy is not None))
+        pair_of = {id(pair.parameter): pair for pair in pairs}
+        rooms: dict[int, Tenants] = {}
+        for worker, (parameters, beside_bytes) in tenants.items():
+            passed_on = [pair.copy for each in parameters if (pair := pair_of[id(each)]).passes_gradient_on]
+            # gradients that are the copies' as they are count as the model's already
+            beside_bytes -= sum(copy.nbytes for copy in passed_on if copy is not None)
+            rooms[worker] = Tenants(parameters, beside_bytes)
+        self._twins.begin(rooms)
         try:
             self._updates.run(pairs, self._begin_now)
         except BaseException:
@@ -113,7 +117,7 @@ class DeviceSteps(PlainSteps):
 
     def _begin_now(self, pairs: Sequence[ParameterPair]) -> None:
         assert self._twins is not None
-        with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
+        with self._twins.activate(), torch.no_grad(), self._twins.moving() as move:
             self._take_copies(pairs, move)
             for pair in pairs:
                 pair.begin_twin(self._twins.get(pair.parameter))
@@ -124,8 +128,8 @@ class DeviceSteps(PlainSteps):
         """Bring the copies to the device of parameters that live there, if they are not there yet."""
         if self._twins is not None and self._twins:
             for pair in pairs:
-                if not pair.is_away and self.lives_there(pair.parameter):
-                    pair.move_copy(self._twins.backend.device, move, is_away=True)
+                if not pair.is_away and (twin := self._twins.get(pair.parameter)) is not None:
+                    pair.move_copy(twin.weights.device, move, is_away=True)
 
     def come_home(self, *, with_copies: bool = True) -> None:
         """Let the host have everything again: the weights of the last round, gradients, the copies and their states."""
@@ -135,7 +139,7 @@ class DeviceSteps(PlainSteps):
 
     def _come_home_now(self, pairs: Sequence[ParameterPair], with_copies: bool) -> None:
         assert self._twins is not None
-        with self._twins.activate(), torch.no_grad(), self._twins.backend.moving() as move:
+        with self._twins.activate(), torch.no_grad(), self._twins.moving() as move:
             self._settle_home(pairs)
             for pair in pairs:
                 pair.end_twin()
@@ -164,9 +168,9 @@ class DeviceSteps(PlainSteps):
                     self._twins.precede_caller()
 
     def _finish_there(self) -> None:
-        """Return when the device has done what updates gave to it."""
-        if self._given is not None:
-            self._given.synchronize()
+        """Return when devices have done what updates gave to them."""
+        for given in self._given:
+            given.synchronize()
 
     def _show(self, pairs: Sequence[ParameterPair]) -> None:
         """Let the host's parameters have the latest weights and show gradients, once the device has done its work."""
@@ -175,7 +179,7 @@ class DeviceSteps(PlainSteps):
             for pair in pairs:
                 pair.write_host()
                 pair.show_gradient()
-        if self._twins is not None and (given := self._twins.record()) is not None:
+        for given in self._twins.record() if self._twins is not None else ():
             given.synchronize()
 
     def _settle_home(self, pairs: Sequence[ParameterPair]) -> None:
@@ -219,7 +223,7 @@ class DeviceSteps(PlainSteps):
         if not self.has_twins or self._runner.is_inside:
             return None
         assert self._twins is not None
-        with self._twins.backend.moving() as move:
+        with self._twins.moving() as move:
             host = torch.device("cpu")
             return {**state, "state": {key: _moved(value, host, move) for key, value in state["state"].items()}}
 

@@ -26,7 +26,7 @@ from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.pairs import follow_twins, stage_all, take_gradients, write_all, write_twins
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.weights.twin_group import TwinGroup
 
 HAND_OVER_BYTES = 1024**3
 """Of copies in a group, at most, but for a parameter that has more: to convert them takes longer than a turn to run
@@ -71,7 +71,7 @@ class _Group:
 class HandOver:
     """Hands over for one model."""
 
-    def __init__(self, gates: Gates, log: HostLog, twins: Twins | None = None) -> None:
+    def __init__(self, gates: Gates, log: HostLog, twins: TwinGroup | None = None) -> None:
         self._gates = gates
         self._log = log
         self._twins = twins

@@ -46,7 +46,7 @@ from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
 from roundpipe.runtime.weights.pairs import look
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.weights.twin_group import TwinGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class OptimizerSide(UpdateSteps):
         steps: Steps | None = None,
         ranks: Ranks | None = None,
         second_memory: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]] = tuple,
-        twins: Twins | None = None,
+        twins: TwinGroup | None = None,
         deadline_s: float = DEADLINE_S,
         begin_thread: Callable[[], None] = lambda: None,
     ) -> None:

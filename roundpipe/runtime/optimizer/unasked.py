@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from roundpipe.runtime.optimizer.as_on_host import as_on_host
 from roundpipe.runtime.optimizer.device_side import DeviceSteps
 from roundpipe.runtime.optimizer.foreseen import optimizers_of
 from roundpipe.runtime.optimizer.update_times import UpdateTimes
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.weights.twin_group import Tenants, TwinGroup
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class UnaskedSteps(DeviceSteps):
 
     times: UpdateTimes
 
-    def __init__(self, twins: Twins | None) -> None:
+    def __init__(self, twins: TwinGroup | None) -> None:
         super().__init__(twins)
         self._over = ""
         """Why copies stay on the host from now on."""
@@ -113,7 +113,7 @@ class UnaskedSteps(DeviceSteps):
         for pair in copies.values():
             if pair.copy is None or not is_plain(pair.copy) or has_views(pair.copy):
                 return f"other tensors lie in the memory of the optimizer's copy of {pair.names[0]}"
-            is_there = self._twins is not None and self._twins.backend.device.type == "cpu"
+            is_there = self._twins is not None and self._twins.are_on_host
             if is_packed and not (is_there or pair.parameter.is_pinned()):
                 return f"{pair.names[0]} is not in pinned memory"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -130,13 +130,13 @@ class UnaskedSteps(DeviceSteps):
             if not self.has_twins:
                 self._unwatch()
 
-    def begin_unasked(self, parameters: Sequence[torch.Tensor], num_bytes: int) -> None:
+    def begin_unasked(self, tenants: Mapping[int, Tenants]) -> None:
         """`begin_twins`, if all `suits`."""
         assert self._twins is not None
         self._twins.is_unasked = True
         self._noted = self.num_steps if self._noted is None else self._noted
         try:
-            self.begin_twins(parameters, num_bytes)
+            self.begin_twins(tenants)
         except BaseException:
             self._twins.is_unasked = False
             raise
@@ -173,12 +173,12 @@ class UnaskedSteps(DeviceSteps):
         unwatch([pair.copy for pair in self._pairs if pair.copy is not None])
 
     def _run_there(self, update: Callable[[], Any]) -> Any:
-        if self._twins is None or not (self.is_unasked or self._is_split):
+        devices = frozenset() if self._twins is None else self._twins.devices
+        if not (self.is_unasked or self._is_split or len(devices) > 1):
             return super()._run_there(update)
-        device = self._twins.backend.device
 
         def on_both() -> Any:
-            with as_on_host(device):
+            with as_on_host(devices):
                 return update()
 
         if not self.is_unasked:
@@ -187,7 +187,7 @@ class UnaskedSteps(DeviceSteps):
         def unnoticed() -> Any:
             self._unwatch()  # optimizers ask for the class of parameters
             try:
-                with as_on_host(device) as mix:
+                with as_on_host(devices) as mix:
                     result = update()
                 return trees.map_tensors(result, torch.Tensor.cpu) if trees.tensors(result) else result
             finally:

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from roundpipe.core.together import Together, copy_all
 from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.weights.twin_group import TwinGroup
 
 
 def look(pairs: Iterable[ParameterPair]) -> None:
@@ -49,7 +49,7 @@ def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) ->
     copy_all((twin.weights, copy) for _, twin, copy in written)
 
 
-def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:
+def follow_twins(pairs: Sequence[ParameterPair], twins: TwinGroup) -> None:
     """Have the parameters of these follow their twins, while the device goes on."""
     ahead = [(pair, twin) for pair in pairs if (twin := pair.twin) is not None and twin.is_ahead]
     if not ahead:

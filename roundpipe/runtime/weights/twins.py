@@ -1,6 +1,7 @@
-"""Trained weights that live on one device: each parameter has a twin there, on which layers run.
+"""Trained weights that live on a device: each parameter has a twin there, on which layers run.
 
-All trained weights of a model have twins, or those of some layers.
+All trained weights of a model have twins, or those of some layers, each on the device of the one worker that runs the
+layer (`roundpipe.runtime.weights.twin_group` has those of all workers).
 
     the user's parameter   on the host; behind its twin until somebody is about to read it
     its twin               on the device, with the model's gradient
@@ -15,14 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import nn
 
-from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint, any_marked
 from roundpipe.runtime.weights.layer_weights import LayerWeights
@@ -92,21 +92,17 @@ class _Lent:
 
 
 class Twins:
-    """The twins of one model, on the device of one worker; there are none until `begin`."""
+    """The twins of one model on the device of one worker; there are none until `begin`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._twins: dict[int, Twin] = {}
-        """By the identity of the host's parameter: to hash a tensor takes Python."""
+        """By the identity of the host's parameter, which they keep alive: to hash a tensor takes Python."""
         self._lent: dict[nn.Module, _Lent] = {}
         """By layer, what it runs on."""
-        self.ids: frozenset[int] = frozenset()
-        """Identities of the parameters that have twins, which these keep alive."""
         self._memory: torch.Tensor | None = None
         self._beside = contextlib.ExitStack()
         self._beside_bytes = 0
-        self.is_unasked = False
-        """Whether nobody has asked for twins, so that the host's parameters follow them."""
         self._followed: Event | None = None
         """After the copies that are on their way to the host."""
         self._is_following = False
@@ -116,16 +112,6 @@ class Twins:
 
     def get(self, parameter: torch.Tensor) -> Twin | None:
         return self._twins.get(id(parameter))
-
-    def are_of(self, parameters: Sequence[torch.Tensor], staying: Collection[int]) -> bool:
-        """Whether of these parameters those have twins that are trained now and ``staying``, by their identities."""
-        trained = {id(each) for each in parameters if each.requires_grad}
-        return self.ids.intersection(map(id, parameters)) == trained.intersection(staying)
-
-    @staticmethod
-    def suit(parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether these parameters can have twins."""
-        return all(is_plain(each) and each.layout is torch.strided and not each.is_inference() for each in parameters)
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +146,6 @@ class Twins:
         for each in parameters:
             self._twins[id(each)] = Twin(nn.Parameter(SlotSpan.of(each, 0).view(memory.data, start)), each)
             start += aligned(each.nbytes)
-        self.ids = frozenset(self._twins)
 
     def forget(self, layer: nn.Module) -> None:
         """Drop what is known of a layer."""
@@ -171,9 +156,8 @@ class Twins:
         memory, self._memory = self._memory, None
         self._twins.clear()
         self._lent.clear()
-        self.ids = frozenset()
         self._beside.close()
-        self._beside_bytes, self.is_unasked, self._followed = 0, False, None
+        self._beside_bytes, self._followed = 0, None
         if memory is not None:
             self.backend.free(memory, PURPOSE)
 
