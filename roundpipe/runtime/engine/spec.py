@@ -29,6 +29,7 @@ from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.allocator_room import StepRetries
+from roundpipe.runtime.engine.input_tensors import InputTensor
 from roundpipe.runtime.engine.losses import CountedTerms, Mean, OwnMean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
