@@ -21,11 +21,14 @@ def waits(schedule: Schedule, task: Task) -> tuple[Task, ...]:
     RUN (K, m) waits for (K, m - 1) and (K - 1, m); the first microbatch of K also for K's weights and
     for the end of job K - N, which held the worker before. PREFETCH K waits for the release of job
     K - 2N, whose memory it takes. Where stages have r replicas, read the job's microbatch before for
-    m - 1, and the replica of the stage before that runs m for K - 1.
+    m - 1, and the replica of the stage before that runs m for K - 1. Where layers have one worker each,
+    read that worker's job before for K - N, and the one before that for K - 2N.
     """
-    job_index, num_workers = task.job_index, schedule.num_workers
+    job_index = task.job_index
     if task.kind is TaskKind.PREFETCH:
-        earlier = job_index - MAX_RESIDENT_JOBS * num_workers
+        earlier = job_index
+        for _ in range(MAX_RESIDENT_JOBS):
+            earlier = _worker_before(schedule, earlier) if schedule.has_job(earlier) else -1
         return (Task(TaskKind.RELEASE, earlier),) if schedule.has_job(earlier) else ()
     job = schedule.job(job_index)
     if task.kind is TaskKind.RELEASE:
@@ -37,8 +40,8 @@ def waits(schedule: Schedule, task: Task) -> tuple[Task, ...]:
         tasks.append(Task(TaskKind.RUN, job_index, microbatch - job.num_replicas))
     else:
         tasks.append(Task(TaskKind.PREFETCH, job_index))
-        if schedule.has_job(job_index - num_workers):
-            tasks.append(last_run(schedule, schedule.job(job_index - num_workers)))
+        if schedule.has_job(before := _worker_before(schedule, job_index)):
+            tasks.append(last_run(schedule, schedule.job(before)))
     behind = job.index - job.replica - 1  # the last replica of the stage before
     if schedule.has_job(behind):
         count = schedule.job(behind).num_replicas
@@ -46,12 +49,18 @@ def waits(schedule: Schedule, task: Task) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
+def _worker_before(schedule: Schedule, job_index: int) -> int:
+    """The job of this step that a job's worker has before it; -1: none."""
+    worker = schedule.job(job_index).worker
+    return max((job.index for job in schedule.jobs if job.worker == worker and job.index < job_index), default=-1)
+
+
 def check(schedule: Schedule) -> None:
     """Holds every rule against a schedule by walking it.
 
     Each layer is forwarded once and backwarded once; each microbatch of each job runs once, on the worker of
-    the rotation, while the job's weights are there; no worker holds the weights of more than two
-    jobs; each job is released; and the waits leave a way to the end.
+    the rotation or the one that has the layers, while the job's weights are there; no worker holds the
+    weights of more than two jobs; each job is released; and the waits leave a way to the end.
 
     Raises:
         ScheduleError: what is broken, with the schedule printed up to the bad step.
@@ -157,9 +166,16 @@ class _Walk:
 
 def _broken_jobs(schedule: Schedule) -> str | None:
     """What is wrong with the jobs, or None."""
+    owners = [number % schedule.num_workers for number, _ in enumerate(schedule.plan.forward_stages)]
+    ranges = schedule.plan.forward_stages
     for index, job in enumerate(schedule.jobs, schedule.first_job):
-        if job.index != index or job.worker != index % schedule.num_workers:
-            expected = f"index {index} on worker {index % schedule.num_workers}"
+        worker = index % schedule.num_workers
+        if not schedule.plan.rotates:
+            worker = next(
+                owner for owner, (start, stop) in zip(owners, ranges, strict=True) if start <= job.start < stop
+            )
+        if job.index != index or job.worker != worker:
+            expected = f"index {index} on worker {worker}"
             return f"{job} has index {job.index} on worker {job.worker}; it must have {expected}"
     stages = [job for job in schedule.jobs if job.replica == 0]
     forward = [layer for job in stages if job.phase is not Phase.BACKWARD for layer in job.layers]

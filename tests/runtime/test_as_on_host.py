@@ -36,15 +36,15 @@ def marked(monkeypatch):
     run = HostMix._run  # where it runs what it has moved
     monkeypatch.setattr(HostMix, "is_there", lambda self, tensor: marked.has(tensor))
     monkeypatch.setattr(HostMix, "to_host", lambda self, tensor: tensor.clone())
-    monkeypatch.setattr(HostMix, "to_device", lambda self, tensor: marked.add(tensor.clone()))
+    monkeypatch.setattr(HostMix, "to_device", lambda self, tensor, device: marked.add(tensor.clone()))
 
-    def checked(self, func, args, kwargs, written):
+    def checked(self, func, args, kwargs, written, device):
         def in_one_place(*given, **options):
             tensors = [each for each in module.trees.tensors((given, options)) if each.ndim]
             assert len({marked.has(each) for each in tensors}) <= 1, func
             return func(*given, **options)
 
-        return run(self, in_one_place, args, kwargs, written)
+        return run(self, in_one_place, args, kwargs, written, device)
 
     monkeypatch.setattr(HostMix, "_run", checked)  # as above
     return marked
@@ -77,7 +77,7 @@ def test_results_and_writes_are_those_of_the_host(name, marked):
     expected = OPERATIONS[name](expected_there, expected_here)
     for each in there:
         marked.add(each)
-    with as_on_host(torch.device("cpu")) as mix:
+    with as_on_host({torch.device("cpu")}) as mix:
         found = OPERATIONS[name](there, here)
     assert mix.has_mixed
     for one, other in zip([*there, *here], [*expected_there, *expected_here], strict=True):
@@ -92,7 +92,7 @@ def test_results_and_writes_are_those_of_the_host(name, marked):
 
 def test_what_is_in_one_place_or_goes_between_runs_as_it_is(marked):
     there, here = marked.add(torch.ones(3)), torch.zeros(3)
-    with as_on_host(torch.device("cpu")) as mix:
+    with as_on_host({torch.device("cpu")}) as mix:
         there.mul_(2).add_(torch.tensor(1.0))
         here.add_(1)
         here.copy_(there)
@@ -104,7 +104,7 @@ def test_what_is_in_one_place_or_goes_between_runs_as_it_is(marked):
 def test_what_needs_the_host_gets_it(marked):
     there = nn.Parameter(torch.ones(3))
     marked.add(there)
-    with as_on_host(torch.device("cpu")) as mix:
+    with as_on_host({torch.device("cpu")}) as mix:
         assert there.detach().numpy().sum() == 3 and mix.has_mixed
         mix.has_mixed = False
         there.grad = given = torch.ones(3)
@@ -118,7 +118,7 @@ def test_what_needs_the_host_gets_it(marked):
 
 def test_what_is_torchs_own_is_not_looked_at(marked):
     there, here = marked.add(torch.ones(3)), torch.ones(3)
-    with as_on_host(torch.device("cpu")) as mix:
+    with as_on_host({torch.device("cpu")}) as mix:
         with torchs_own():
             there.add_(here)
             assert not mix.has_mixed
@@ -137,7 +137,7 @@ def test_what_is_torchs_own_is_not_looked_at(marked):
 def test_what_raises_in_torchs_own_leaves_nothing_behind(by_hooks, marked):
     there, here = marked.add(torch.ones(3)), torch.ones(3)
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), as_on_host(torch.device("cpu")):
+        with pytest.raises(ZeroDivisionError), as_on_host({torch.device("cpu")}):
             if by_hooks:
                 begin_torchs_own()
                 raise ZeroDivisionError
@@ -146,6 +146,6 @@ def test_what_raises_in_torchs_own_leaves_nothing_behind(by_hooks, marked):
         with torchs_own():  # outside it does nothing
             pass
         end_torchs_own()
-        with as_on_host(torch.device("cpu")) as mix:
+        with as_on_host({torch.device("cpu")}) as mix:
             there.numpy()
             assert mix.has_mixed and here[0] == 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Event, Move
 from roundpipe.runtime.weights.twins import Twin, Twins
@@ -94,15 +96,20 @@ class TwinGroup:
             twins.end()
         self.homes, self._there, self.is_unasked = {}, (), False
 
-    @contextlib.contextmanager
-    def activate(self) -> Iterator[None]:
+    def activate(self) -> AbstractContextManager[object]:
         """A context for work on twins and copies; nothing without twins."""
+        if len(self._there) <= 1:
+            return self._there[0].activate() if self._there else contextlib.nullcontext()
+        return self._activate_all()
+
+    @contextmanager
+    def _activate_all(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for twins in self._there:
                 stack.enter_context(twins.activate())
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def moving(self) -> Iterator[Move]:
         """A context with a function that moves tensors to a device, or home; at its end they have arrived."""
         with contextlib.ExitStack() as stack:
