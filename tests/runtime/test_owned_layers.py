@@ -151,7 +151,7 @@ def adapted():
 def train(plan, memory_bytes, workers=2, steps=4, residency="auto"):
     """Losses and parameters, bytes of weights that each device's last round moves, and each device's peak."""
     model, found = adapted(), []
-    devices = [Device("cpu", memory_bytes=memory_bytes, upload_bytes_per_s=4e6, download_bytes_per_s=4e6)] * workers
+    devices = [Device("cpu", memory_bytes=memory_bytes, upload_bytes_per_s=1e6, download_bytes_per_s=1e6)] * workers
     options = config(4, plan=plan, residency=residency)
     with roundpipe.RoundPipe(model, devices=devices, model_run_config=options) as piped:
         ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01, foreach=False)
