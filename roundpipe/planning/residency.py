@@ -212,22 +212,33 @@ class _RingJobs:
 
     def stays(self, frozen: Mapping[int, int], layers: Sequence[LayerCost], budget_bytes: int) -> tuple[set[int], int]:
         """Of layers with so many bytes of frozen weights those that stay within a budget, and the bytes."""
-        turn, left = len(self.ring.workers), dict(frozen)
+        turn, left, rest = len(self.ring.workers), dict(frozen), {}
         weights = [stage.weight_bytes for stage in self.stages]
         beside_bytes = peak_bytes(self.stages, turn) - arena_bytes(weights, turn)
+        all_bytes = sum(frozen.values()) - _again(layers, frozen, is_trained=False)
+        none_left = [size - sum(frozen.get(each, 0) for each in job.layers) for size, job in self._visits(weights)]
+        if beside_bytes + all_bytes + arena_bytes(none_left, turn) <= budget_bytes:
+            return set(frozen), all_bytes
         stays: set[int] = set()
         there: set[SharedWeight] = set()
         stays_bytes = 0
         while (index := self._next(weights, left)) is not None:
-            num_bytes = left.pop(index)
-            lighter = [size - num_bytes * (index in job.layers) for size, job in zip(weights, self.jobs, strict=True)]
+            its_bytes = left.pop(index)
+            lighter = [size - its_bytes * (index in job.layers) for size, job in self._visits(weights)]
             shared = _shared(layers[index], is_trained=False)
-            num_bytes -= sum(each.num_bytes for each in shared & there)
-            if beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, turn) <= budget_bytes:
-                weights, stays_bytes = lighter, stays_bytes + num_bytes
-                stays.add(index)
-                there |= shared
+            num_bytes = its_bytes - sum(each.num_bytes for each in shared & there)
+            if beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, turn) > budget_bytes:
+                rest[index] = its_bytes
+                continue
+            weights, stays_bytes = lighter, stays_bytes + num_bytes
+            stays.add(index)
+            there |= shared
+            left |= rest  # beside what stays now there may be room for them
+            rest.clear()
         return stays, stays_bytes
+
+    def _visits(self, weights: Sequence[int]) -> Iterable[tuple[int, Job]]:
+        return zip(weights, self.jobs, strict=True)
 
     def _next(self, weights: Sequence[int], layers: Collection[int]) -> int | None:
         """The first of these layers in the stage that brings the most for the time that it computes."""

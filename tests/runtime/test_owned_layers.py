@@ -148,7 +148,7 @@ def adapted():
     return nn.Sequential(*(Adapted() for _ in range(DEPTH)))
 
 
-def train(plan, memory_bytes, workers=2, steps=4, residency="auto"):
+def train(plan, memory_bytes, workers=2, steps=8, residency="auto"):
     """Losses and parameters, bytes of weights that each device's last round moves, and each device's peak."""
     model, found = adapted(), []
     devices = [Device("cpu", memory_bytes=memory_bytes, upload_bytes_per_s=1e6, download_bytes_per_s=1e6)] * workers
@@ -167,7 +167,7 @@ def train(plan, memory_bytes, workers=2, steps=4, residency="auto"):
 
 def test_frozen_weights_stay_where_their_layers_run():
     """Each device has room for half of them, which is all that it needs."""
-    memory_bytes = 7 * LAYER_BYTES // 2
+    memory_bytes = 4 * LAYER_BYTES
     owned, rotating = singles(DEPTH, rotates=False), singles(DEPTH)
     expected, moved, _, _ = train(rotating, memory_bytes, residency="off")
     assert min(moved) > DEPTH // 2 * LAYER_BYTES

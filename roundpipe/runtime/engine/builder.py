@@ -204,7 +204,7 @@ class StepBuilder:
                 with_trained=call.is_evaluation,
                 staying=homes,
             ),
-            resident_bytes=room.resident_bytes,
+            others_bytes=room.others_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
             flows=flow(

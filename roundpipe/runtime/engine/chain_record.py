@@ -94,10 +94,10 @@ class Room(NamedTuple):
     """What a step may do with the device memory that its plan leaves over."""
 
     residency: Residency
-    resident_bytes: int | None
-    """The most that weights which stay may take; None: no limit."""
     spare_bytes: int | None
-    """What is left beside those that the step keeps; None: there is no limit."""
+    """What is left beside the weights that stay in the step; None: there is no limit."""
+    others_bytes: int | None
+    """The most that weights may take which have stayed in others, and which this one does not use; None: no limit."""
     allocator_bytes: int = 0
     """What is left to the device's allocator, and so to nothing else."""
 

@@ -277,12 +277,11 @@ class PlanChooser:
         schedule = make_schedule(plan, self._num_workers, call.num_microbatches, kind=kind)
         residency = self._residency(call, schedule, costs)
         if self._budget_bytes is None:
-            return Room(residency, None if self._may_stay(call) else 0, None)
+            return Room(residency, None, None if self._may_stay(call) else 0)
         allocator_bytes = self._allocator_bytes(call)
         left_bytes = max(self._budget_bytes - allocator_bytes - residency.peak_bytes(schedule, costs), 0)
         left_bytes *= self._knows_memory(call)
-        resident_bytes = residency.num_bytes + left_bytes if self._may_stay(call) else 0
-        return Room(residency, resident_bytes, left_bytes, allocator_bytes)
+        return Room(residency, left_bytes, left_bytes if self._may_stay(call) else 0, allocator_bytes)
 
     def _residency(self, call: Call, schedule: Schedule, costs: StageCosts) -> Residency:
         """What stays on devices in a call's steps."""

@@ -127,8 +127,8 @@ class KeptBeside:
             if room.spare_bytes + more_bytes < 0:
                 return False
             room = room._replace(spare_bytes=room.spare_bytes + more_bytes)
-        if room.resident_bytes is not None:
-            room = room._replace(resident_bytes=room.resident_bytes + more_bytes)
+        if room.others_bytes is not None:
+            room = room._replace(others_bytes=room.others_bytes + more_bytes)
         self.found = replace(self.found, room=room)
         return True
 
@@ -325,8 +325,4 @@ class PlansBeside:
         has_all = len(trained.layers) == len(costs)
         residency = trained if has_all else choose_residency(schedule, ranges, self._budget_bytes, trained)
         spare_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, ranges), 0)
-        if has_all:
-            return Room(residency, None, spare_bytes)
-        pairs = zip(residency.shares, trained.shares, strict=True)
-        frozen_bytes = max(share.num_bytes - of_trained.num_bytes for share, of_trained in pairs)
-        return Room(residency, frozen_bytes + spare_bytes, spare_bytes)
+        return Room(residency, spare_bytes, None if has_all else spare_bytes)

@@ -266,8 +266,9 @@ class StepSpec:
     """Device memory that the plan leaves over; None: there is no limit."""
     is_tight: bool = False
     """Whether that is little, so that the step may run out of memory."""
-    resident_bytes: int | None = None
-    """The most that weights which stay on a device may take there, those of other steps included; None: no limit."""
+    others_bytes: int | None = None
+    """The most that weights may take on a device which have stayed there and which the step does not use; None: no
+    limit."""
     frozen: FrozenLayers | None = None
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
     latest_frozen: LatestFrozenLayers = field(default_factory=LatestFrozenLayers)
@@ -292,6 +293,12 @@ class StepSpec:
 
     def flow_of(self, job: Job) -> JobFlow:
         return self.flows[job.index - self.schedule.first_job]
+
+    def layers_of(self, worker: int) -> Iterable[int]:
+        """Those that a worker runs in steps like this one, ascending."""
+        if self.schedule.plan.rotates:
+            return range(len(self.chain))
+        return sorted({index for job in self.schedule.jobs if job.worker == worker for index in job.layers})
 
     def streamed_sizes(self, worker: int) -> list[int]:
         """Bytes that a worker's visits bring up, in their order."""

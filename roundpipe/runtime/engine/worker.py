@@ -224,7 +224,8 @@ class Worker:
         There is room for its first visit once more, if a step like it is likely to follow and memory is plentiful.
         """
         arena, sizes, spare_bytes = self.arena, spec.streamed_sizes(self.index), spec.spare_bytes
-        other_bytes = arena.residents.make_room(zip(spec.weights, spec.stays, strict=True), spec.resident_bytes)
+        own = spec.layers_of(self.index)
+        other_bytes = arena.residents.make_room([(spec.weights[i], spec.stays[i]) for i in own], spec.others_bytes)
         if spare_bytes is not None:
             spare_bytes -= other_bytes
         more = [*sizes, sizes[0]]

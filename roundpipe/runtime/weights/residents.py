@@ -154,23 +154,22 @@ class Residents:
         """By the identity of a layer, what it last asked for."""
         self.num_bytes = 0
 
-    def make_room(self, stays: Iterable[tuple[LayerWeights, Stay]], most_bytes: int | None) -> int:
-        """Drop what a step does not use where all would take more than ``most_bytes``; returns the bytes that it keeps.
+    def make_room(self, stays: Iterable[tuple[LayerWeights, Stay]], others_bytes: int | None) -> int:
+        """Drop what steps like one do not use where that takes more than so many bytes; returns those that it keeps.
 
-        ``stays`` are those of all layers of the step; without a limit everything is kept.
+        ``stays`` are of all layers that the worker runs in such steps; without a limit everything is kept.
         """
-        used: dict[Key, int] = {}
+        used: set[Key] = set()
         for weights, stay in stays:
             asked = {place: _key(weights, indexes) for place, indexes in stay.parts}
             self._let_go_of_others(weights, asked)
-            used |= {asked[place]: weights.bytes_of(indexes) for place, indexes in stay.parts}
-        if most_bytes is None:
+            used.update(asked[place] for place, _ in stay.parts)
+        if others_bytes is None:
             return 0
-        needed_bytes = sum(used.values())
         others = [part for key, part in self._parts.items() if key not in used]
         other_bytes = sum(part.memory.numel() for part in others)
         for part in others:
-            if needed_bytes + other_bytes <= most_bytes:
+            if other_bytes <= others_bytes:
                 break
             other_bytes -= part.memory.numel()
             self.drop(part)
