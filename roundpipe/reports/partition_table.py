@@ -120,11 +120,13 @@ def partition_table(
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
         tables.append(stage_table(chain, plan, costs=costs, measured=measured, resident_bytes=resident_bytes))
+        parts += [] if plan.rotates else ["each layer on one device"]
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
     if resident_bytes:
-        parts.append(f"{format_bytes(stays_bytes)} of weights stay on each device")
+        where = "each device" if plan is None or plan.rotates else "the devices"
+        parts.append(f"{format_bytes(stays_bytes)} of weights stay on {where}")
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
     what = "measured seconds" if measured else "compute and bytes"

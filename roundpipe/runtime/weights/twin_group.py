@@ -15,8 +15,12 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.storages import is_plain
-from roundpipe.runtime.device.backend import Event, Move
+from roundpipe.runtime.device.backend import Backend, Event, Lane, Move
 from roundpipe.runtime.weights.twins import Twin, Twins
+
+
+def _follow(backend: Backend, leader: Backend) -> None:
+    backend.wait(Lane.COMPUTE, leader.record(Lane.COMPUTE))
 
 
 class Tenants(NamedTuple):
@@ -104,9 +108,16 @@ class TwinGroup:
 
     @contextmanager
     def _activate_all(self) -> Iterator[None]:
+        """Of workers that have one device, one gets all the work: behind that of the others, and before it."""
         with contextlib.ExitStack() as stack:
-            for twins in self._there:
-                stack.enter_context(twins.activate())
+            leaders: dict[torch.device, Backend] = {}
+            for backend in (twins.backend for twins in self._there):
+                leader = leaders.setdefault(backend.device, backend)
+                if leader is backend:
+                    stack.enter_context(backend.activate())
+                else:
+                    leader.wait(Lane.COMPUTE, backend.record(Lane.COMPUTE))
+                    stack.callback(_follow, backend, leader)
             yield
 
     @contextmanager
