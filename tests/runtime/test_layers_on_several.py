@@ -242,11 +242,9 @@ def test_when_one_device_has_no_room_the_other_gives_its_memory_back(is_async, m
 @pytest.mark.parametrize("is_all", [True, False])
 def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, devices, is_all):
     """The norm of all gradients is of tensors of several devices, put together by hand as well."""
-    width, memory_bytes = (512, 80 * 2**20 if is_all else 44 * 2**20)
-    if (
-        devices[0] != "cpu"
-    ):  # of which a tenth is left to libraries, whose workspaces are as large as some of these layers
-        width, memory_bytes = (2048, (1280 if is_all else 704) * 2**20)
+    width, memory_bytes = 512, (80 if is_all else 20) * 2**20
+    if devices[0] != "cpu":  # a tenth is left to libraries, whose workspaces are as large as such layers
+        width, memory_bytes = 2048, (1280 if is_all else 448) * 2**20
 
     def run(residency):
         torch.manual_seed(4)
@@ -259,9 +257,12 @@ def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, devices, is_al
 
             def update():
                 gradients = [copy.grad for copy in copies]
-                by_hand = torch.stack([gradient.norm() for gradient in gradients]).norm()
-                norms.append((float(by_hand), float(torch.nn.utils.clip_grad_norm_(copies, 0.5))))
-                gradients[-1].mul_(0.5 + 0.5 * by_hand / by_hand)
+                by_hand = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+                norms.append(float(by_hand))
+                for gradient in gradients:
+                    gradient.mul_(0.5 / by_hand)
+                norm = torch.nn.utils.clip_grad_norm_(copies, 0.25)
+                assert abs(float(norm) - 0.5) < 0.01  # float32 on the host is no more exact
                 ours.step()
                 ours.zero_grad()
 
