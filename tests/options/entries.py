@@ -269,7 +269,7 @@ ENTRIES: dict[str, Entry] = {
             "download_bytes_per_s": SPEED,
         },
     ),
-    "ExecutePlan": Entry(plan, {"forward": PLAN, "fused": NONE, "backward": PLAN, "replicas": PLAN}),
+    "ExecutePlan": Entry(plan, {"forward": PLAN, "fused": NONE, "backward": PLAN, "replicas": PLAN, "rotates": FLAG}),
     "ExecutePlan.validate": Entry(
         lambda **given: plan().validate(**given), {"num_layers": takes(either=("1", "large", "huge"))}
     ),

@@ -32,8 +32,11 @@ MADE_BY_METHODS = {"StepHandle"}
 OF_MODULES = {name for name in vars(nn.Module) if name != "forward"}
 """Methods that are torch's; see `test_an_argument_of_torch`."""
 OF_THE_LIBRARY = {
+    "ExecutePlan.owners",
+    "ExecutePlan.rings",
     "ExecutePlan.shares",
     "ExecutePlan.with_fewer_replicas",
+    "ExecutePlan.workers",
     "RoundPipe.num_microbatches_for",
     "RoundPipe.own_losses",
 }
