@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
@@ -57,7 +57,7 @@ def best_owned(
     return first_best(((predict(plan), plan) for plan in plans), lambda found: found[0])
 
 
-def first_best(found: Iterable[Found], seconds: Callable[[Found], float]) -> Found | None:
+def first_best(found: Iterable[Found], seconds: Callable[[Found], Any]) -> Found | None:
     """The fastest of some that come with more stages each; once it gets slower no more are looked at."""
     best: Found | None = None
     num_slower = 0

@@ -71,9 +71,9 @@ def layers_of(kind: str, dtype: torch.dtype = torch.float32) -> Layers:
     return Layers.of(Target(kind, model, kwargs_for, None, LENGTH, True), 2, machine(10**9))
 
 
-def machine(memory_bytes: int) -> Machine:
+def machine(memory_bytes: int, num_devices: int = 1) -> Machine:
     device = DeviceSpec("device", memory_bytes, 1e13, 1e12, 1e10, "made up")
-    return Machine(device, 1, EFFICIENCY, host_bytes_per_s=1e11)
+    return Machine(device, num_devices, EFFICIENCY, host_bytes_per_s=1e11)
 
 
 class Run:
@@ -86,7 +86,7 @@ class Run:
         self, kind: str, found: Forecast, dtype: torch.dtype, *, num_steps: int = 2, expects: bool = False
     ) -> None:
         options = roundpipe.RoundPipeRunConfig(num_microbatch=3, residency=found.training.residency)
-        devices = [roundpipe.Device("cpu", memory_bytes=found.machine.budget_bytes)]
+        devices = [roundpipe.Device("cpu", memory_bytes=found.machine.budget_bytes)] * found.machine.num_devices
         model, given = decoder(kind, dtype), {"example_kwargs": kwargs_for(2), "optim_dtype": torch.float32}
         self.reports = []
         with roundpipe.compile(model, devices=devices, model_run_config=options, **given) as pipe:
@@ -145,6 +145,18 @@ def test_what_lives_there_is_what_does_in_a_run(kind: str, dtype: torch.dtype, b
             assert predicted.optimizer_copies == of_a_run.optimizer_copies
             assert predicted.optimizer_gradients == of_a_run.optimizer_gradients
         assert (found.host.total < found.host_bytes) is bool(number)
+
+
+@pytest.mark.parametrize(("kind", "budgets"), [("untied", {4_000_000: 4, 7_000_000: 7}), ("tied", {5_000_000: 5})])
+def test_what_lives_on_two_devices_is_what_does_in_a_run(kind: str, budgets: dict[int, int]) -> None:
+    layers = layers_of(kind)
+    for memory_bytes, number in budgets.items():
+        found = forecast_at(layers, machine(memory_bytes, 2), TRAINING)
+        run, device = Run(kind, found, torch.float32), found.device
+        assert not found.plan.rotates and len(found.residency.trained) == number
+        assert (found.residency, found.plan) == (run.residency, run.plan)
+        assert names_there(found) == run.names and run.reports[-1].num_layers_there == number
+        assert device is not None and run.peak_bytes <= device.total <= found.machine.budget_bytes
 
 
 def test_steps_are_faster_the_more_lives_there_and_updates_there_take_their_time() -> None:

@@ -1,9 +1,9 @@
 """Plans of calls while trained weights live on devices, with gradients and the optimizer's side.
 
 Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). On several
-workers, each layer lives on the device of one of them (`owned_plans_beside`). With
-``residency="full"`` such a plan is taken if it is predicted to be no slower than the one that streams; with ``"auto"``,
-on an accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
+workers, each layer lives on the device of one of them (`owned_plans_beside`). With ``residency="full"`` such a plan is
+taken, on one worker if it is predicted to be no slower than the one that streams; with ``"auto"``, on an accelerator,
+once it is known what updates take on the host, if it is faster by enough and nobody will notice
 (`roundpipe.runtime.optimizer.unasked`). Where everything has room by far, that is before the first step. Once a step
 has run out of memory fewer layers stay, or none if all had.
 """
@@ -319,7 +319,8 @@ class FullPlans:
         """Seconds per step of which such a plan must not take more, and those that it takes."""
         assert self._optimizer is not None
         if call.config.residency == FULL or self._optimizer.has_twins:
-            return (inf if call.config.execute_plan is not None else before_s * (1 + 1e-9)), found.seconds
+            is_free = call.config.execute_plan is None and self._costs.num_workers == 1  # several others may rotate
+            return (before_s * (1 + 1e-9) if is_free else inf), found.seconds
         return self._with_updates(call, before_s, found)
 
     def _with_updates(self, call: Call, streamed_s: float, found: Stays) -> tuple[float, float]:

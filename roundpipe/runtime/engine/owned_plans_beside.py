@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -131,7 +130,10 @@ class OwnedPlansBeside(PlansBeside):
         return residency.peak_bytes(make_schedule(plan, self._num_workers, number), costs) <= self._budget_bytes
 
     def _best(self, pairs: Iterable[tuple[ExecutePlan, dict[int, list[int]]]]) -> PlanBeside | None:
-        """The fastest of some plans beside which these layers have room."""
+        """The fastest of some plans beside which these layers have room.
+
+        Where predictions know nothing of updates, the one with the most layers: these are what is not updated at home.
+        """
         fitting = ((plan, stays) for plan, of in pairs if self._has_room(plan, stays := self._stays(plan, of)))
         found = (self._found(plan, stays, self._prediction(stays)) for plan, stays in fitting)
-        return first_best(found, attrgetter("seconds"))
+        return first_best(found, lambda one: (-len(one.residency.trained) * (not one.has_updates), one.seconds))
