@@ -231,8 +231,8 @@ def _mixed(one: Any, two: Any, share: float, names: Iterable[str]) -> dict[str, 
     return {name: round(first + share * (second - first)) for name, first, second in pairs}
 
 
-Mixing = Literal["has state", "compares samples", "not linear", "differs"]
-"""How a loss mixes samples, so that those of microbatches don't make up that of the batch; or that numbers say so."""
+Mixing = Literal["has state", "compares samples", "not linear", "sum", "differs"]
+"""How a loss mixes samples, so that a mean of microbatches' is not that of the batch; or that numbers say so."""
 
 OwnKind = Literal["mean", "sum", "unknown", "has state", "compares samples", "not linear", "differs"]
 """What is known of a loss that a model computes itself."""
@@ -315,6 +315,7 @@ class LayerChain(nn.Sequential):
         self.example_size = example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.odd_outputs: Mapping[Path, str] = {}
+        self.without_samples: Mapping[Path, bool] = {}  # see `outputs_without_samples`
         """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
         self.output_blocks: Mapping[Path, tuple[int, ...]] = {}
         """Tensors among the outputs that have rows of all samples several times over: rows per sample each time."""

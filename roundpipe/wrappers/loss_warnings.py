@@ -5,7 +5,7 @@ whose label has other numbers of ignored targets in each microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.layers import Mixing
 from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.loss_divisors import Verdict, verdict
 from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.microbatch.split import has_samples_first
@@ -83,6 +84,10 @@ _OF_LOSS_FN: dict[Verdict | Mixing, str] = {
     ),
 }
 """By what autograd's graph shows of a loss that ``loss_fn`` computes."""
+_ADDED = (
+    "but each is a mean: loss and gradients are about {number} times those of the whole batch. loss_reduction='mean' "
+    "makes one mean of them, loss_reduction='sum' says that the sum is meant"
+)
 _OF_NUMBERS = (
     "but with random outputs the losses of two of them do not make up that of both together: loss and gradients differ "
     "from those of the whole batch. Give loss_scope='batch'"
@@ -104,6 +109,7 @@ class LossWarnings:
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         self._has_warned = False
+        self._looked_at: set[Any] = set()
 
     def look(
         self, weights: Sequence[LossWeights], number: int, num_ranks: int, *options: RoundPipeRunConfig | None
@@ -128,6 +134,35 @@ class LossWarnings:
         if (given, kind) != ("mean", "unknown") or by_samples(weights) != ["right"]:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
+
+    def look_at_sum(
+        self,
+        loss_fn: object,
+        weights: Sequence[LossWeights],
+        number: int,
+        find_kind: Callable[[], Mixing | Literal["mean"] | None],
+    ) -> None:
+        """After a call whose losses, which ``loss_fn`` computes, were added up since nothing else was asked for.
+
+        Args:
+            number: of its microbatches.
+            find_kind: what the loss is, as far as its graph tells, which each function is asked for once.
+        """
+        is_own = any(each.own is not None for each in weights)
+        if (
+            loss_fn is None
+            or self._has_warned
+            or is_own
+            or number == 1
+            or (code := code_of(loss_fn)) in self._looked_at
+        ):
+            return
+        self._looked_at.add(code)
+        kind = find_kind()
+        text = _ADDED if kind == "mean" else None if kind is None else _OF_LOSS_FN.get(kind)
+        if text is not None:
+            self._has_warned = True
+            warn(f"the losses of the {number} microbatches were added up, {text.format(number=number)}")
 
     def look_at_mean(
         self, labels: Sequence[Any], weights: Sequence[LossWeights], find_mixing: Callable[[], Mixing | None] = _nothing

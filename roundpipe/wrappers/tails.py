@@ -7,12 +7,13 @@ same. Where there is no tail, `loss_fn` runs as it is, and the reason is logged 
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
-from roundpipe.fx.passes.counted_losses import CountedLosses, count_losses, mixing_of_losses, numbers_differ
+from roundpipe.fx.passes.counted_losses import CountedLosses, are_sums, count_losses, mixing_of_losses, numbers_differ
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
@@ -44,7 +45,7 @@ from roundpipe.fx.trace.loss import (
 )
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
-from roundpipe.runtime.engine.losses import checked_weight
+from roundpipe.runtime.engine.losses import Mean, checked_weight
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batched_leaf, has_samples_first
 from roundpipe.wrappers.features import hooked_for_loss
@@ -100,6 +101,8 @@ class CountedLoss(NamedTuple):
     """See `CountedLosses`."""
     divisors: dict[str, Divisor]
     """See `CountedLosses`."""
+    is_mean: bool
+    """See `CountedLosses`."""
 
 
 class _OtherGraphs(TraceError):
@@ -154,7 +157,7 @@ class TailSource:
         counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
         divisors = counted.divisors
         function = found[0].tail.for_call(call.kept.note, call.first_microbatch).loss
-        return [CountedLoss(own, function, counted.is_one_mean, divisors) for own in counts]
+        return [CountedLoss(own, function, counted.is_one_mean, divisors, counted.is_mean) for own in counts]
 
     def mixing(self, calls: Iterable[Call]) -> Mixing | None:
         """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
@@ -162,6 +165,17 @@ class TailSource:
         pairs = ((known, call) for call in each for known in self._known if self._is_for(known, call))
         known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn, call.kept.moved)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
+
+    def kind_of_sum(self, calls: Sequence[Call]) -> Mixing | Literal["mean"] | None:
+        """What a loss is that is added up over microbatches, as far as its graph tells: a mean, or how it mixes."""
+        as_means = [copy.copy(call) for call in calls]
+        for call in as_means:
+            call.mean = Mean(None, call.total_microbatches)
+        counted = [self.counted(call) for call in as_means]
+        if (mixing := self.mixing(as_means)) is not None:
+            return None if mixing in ("sum", "differs") else mixing
+        is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
+        return "mean" if is_mean else None
 
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
@@ -203,9 +217,11 @@ class TailSource:
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
         mixing = _mixing(traced, call, examples) if call.weighs_terms else None
-        counted = count_losses(traced, call.chain.own_losses, _whole(call.labels)) if call.weighs_terms else None
-        if counted is None and mixing is None:
-            mixing = self._numbers(call, examples)
+        counted, whole, rowless = None, _whole(call.labels), call.chain.without_samples
+        if call.weighs_terms:
+            counted = count_losses(traced, call.chain.own_losses, whole, rowless)
+        if counted is None and mixing is None and call.weighs_terms:
+            mixing = "sum" if are_sums(traced, whole, rowless) else self._numbers(call, examples)
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing
@@ -308,8 +324,9 @@ def _mixing(traced: TracedGraph, call: Call, examples: Sequence[Example]) -> Mix
     places = trees.walk({OUTPUTS: examples[0].outputs, LABEL: examples[0].label})
     tensors = {path: leaf for path, leaf in places if isinstance(leaf, torch.Tensor) and leaf.ndim}
     whole = {(Access("item", LABEL), *path) for path in _whole(call.labels)}
+    whole |= {(Access("item", OUTPUTS), *path) for path in call.chain.without_samples}
     samples = {path for path, tensor in tensors.items() if tensor.shape[0] == sizes[0]} - whole
-    return mixing_of_losses(traced, samples, call.chain.mixing, sizes)
+    return mixing_of_losses(traced, samples, call.chain.mixing, sizes, call.chain.without_samples)
 
 
 def samples_of(call: Call) -> list[int]:

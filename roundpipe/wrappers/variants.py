@@ -99,6 +99,7 @@ class JointChain(LayerChain):
         self.mixing = {path: kind for chain in chains for path, kind in chain.mixing.items()}
         self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
         self.mixes_samples = next((each for chain in chains if (each := chain.mixes_samples)), "")
+        self.without_samples = {path: each for chain in chains for path, each in chain.without_samples.items()}
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
         self.output_blocks = {path: each for chain in chains for path, each in chain.output_blocks.items()}
 

@@ -35,10 +35,19 @@ Divisor = Callable[[float], float]
 
 
 class ArgumentValues:
-    """What is made from some arguments of a graph, those whose placeholders are ``allowed``, by plain calls."""
+    """What is made from some arguments of a graph, those whose placeholders are ``allowed``, by plain calls.
 
-    def __init__(self, traced: TracedGraph, allowed: Callable[[str], bool] = lambda name: True) -> None:
+    Those ``of_weights`` were made from weights alone.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        allowed: Callable[[str], bool] = lambda name: True,
+        of_weights: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         self._traced = traced
+        self._of_weights = {node for node in traced.placeholders if of_weights(node.name)}
         self._placeholders = {node for node in traced.placeholders if allowed(node.name)}
         self._writers: dict[Any, list[Node]] = {}
         """By memory that the graph writes in place, the nodes that write it."""
@@ -67,7 +76,9 @@ class ArgumentValues:
 
     def is_constant(self, node: Node) -> bool:
         """Whether a value is also the same before and after an update."""
-        return self.is_alike(node) and not any(map(self._traced.parameters_of, _behind(node, self._writers)))
+        behind = set(_behind(node, self._writers))
+        is_of_weights = not behind.isdisjoint(self._of_weights) or any(map(self._traced.parameters_of, behind))
+        return self.is_alike(node) and not is_of_weights
 
     def counter(
         self, target: Node, ignored: Any = None, weight: Node | Callable[[], torch.Tensor] | None = None
@@ -149,6 +160,8 @@ class ArgumentValues:
 
     def _is_of_weights(self, node: Node) -> bool:
         """Whether a node reads weights, or computes with what it is given; it may write memory of the graph's own."""
+        if node in self._of_weights:
+            return True
         if node.op == "placeholder" or _is_size(node) or draws_random(node) or writes_buffers(node):
             return False
         is_own = node.op != "get_attr" or storage_key(node) not in self._writers

@@ -20,10 +20,15 @@ from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, is_in_proportion
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
-from roundpipe.fx.passes.loss_terms import Combination, Term, combination, weigh
+from roundpipe.fx.passes.loss_state import has_state
+from roundpipe.fx.passes.loss_terms import Combination, Term, combination, has_same_value, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
-from roundpipe.fx.passes.sample_mixing import has_state, mixing_of, worst
+from roundpipe.fx.passes.sample_mixing import mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
+
+Rowless = Mapping[trees.Path, bool]
+"""Places of outputs without a dimension for samples, and whether they are made of these."""
+_NONE: Rowless = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class CountedLosses:
     """By name, those that the function's graph weighs; they count from the model's arguments and the label."""
     is_one_mean: bool
     """Whether there is one loss, and it is a mean of one kind of targets, up to a factor."""
+    is_mean: bool = False
+    """Whether it is that mean, without a factor."""
 
     def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> dict[str, float]:
         """Of one microbatch, by name of a term."""
@@ -50,20 +57,33 @@ class CountedLosses:
 
 
 def count_losses(
-    loss: TracedGraph, own: Collection[OwnLoss], whole: Collection[trees.Path] = ()
+    loss: TracedGraph,
+    own: Collection[OwnLoss],
+    whole: Collection[trees.Path] = (),
+    rowless: Rowless = _NONE,
 ) -> CountedLosses | None:
     """What the graph of a `LossCall` tells, which is changed so that it weighs its terms; None: not enough.
 
     A function that returns weights beside its losses returns the losses alone, then. At the places ``whole`` the label
     is not split.
     """
-    of_label = ArgumentValues(loss, lambda name: loss.input_paths[name][1].key == LABEL)
+    of_label = _of_label(loss, rowless)
     result = loss.output
     if not isinstance(result, tuple) or len(result) != 2:
-        return _by_terms(loss, result, of_label, own, whole)
+        return _by_terms(loss, result, of_label, own, whole, rowless)
     losses, weights = result
     is_each = type(losses) in (list, tuple) and type(weights) in (list, tuple) and len(losses) == len(weights)
     return _by_weights(loss, losses, weights, of_label) if is_each else None
+
+
+def _of_label(loss: TracedGraph, rowless: Rowless) -> ArgumentValues:
+    """What is made from the label; outputs that are made of no samples are of weights."""
+
+    def is_of_weights(name: str) -> bool:
+        _, argument, *path = loss.input_paths[name]
+        return argument.key == OUTPUTS and rowless.get(tuple(path)) is False
+
+    return ArgumentValues(loss, lambda name: loss.input_paths[name][1].key == LABEL, is_of_weights)
 
 
 def mixing_of_losses(
@@ -71,6 +91,7 @@ def mixing_of_losses(
     samples: Collection[trees.Path],
     of_model: Mapping[trees.Path, Mixing] = MappingProxyType({}),
     sizes: Collection[int] = (),
+    rowless: Rowless = _NONE,
 ) -> Mixing | None:
     """How the losses of a `LossCall`, as it was traced, mix samples.
 
@@ -79,6 +100,7 @@ def mixing_of_losses(
         samples: places in ``(outputs, label)`` where the first dimension counts samples.
         of_model: how losses of the model's own do, by their places in the outputs.
         sizes: of the microbatches.
+        rowless: see there.
     """
     places = {node: tuple(loss.input_paths[node.name][1:]) for node in loss.placeholders}
     with_samples = [node for node, path in places.items() if path in samples]
@@ -89,7 +111,8 @@ def mixing_of_losses(
     nodes = _scalars(loss, losses) or ()
     if has_state(nodes):
         return "has state"
-    followed = worst(mixing_of(loss, node, with_samples, outputs, own, sizes) for node in nodes)
+    over_samples = [node for node in outputs if rowless.get(places[node][1:])]
+    followed = worst(mixing_of(loss, node, with_samples, outputs, own, sizes, over_samples) for node in nodes)
     return followed or mixing_of_samples(loss, nodes, with_samples, outputs)
 
 
@@ -106,15 +129,34 @@ def numbers_differ(
     return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes) is False
 
 
+def are_sums(loss: TracedGraph, whole: Collection[trees.Path] = (), rowless: Rowless = _NONE) -> bool:
+    """Whether the losses of a `LossCall` are sums over samples, up to factors, which nothing divides by their number.
+
+    ``whole``, ``rowless``: see `count_losses`.
+    """
+    of_label = _of_label(loss, rowless)
+    nodes, sums = _scalars(loss, loss.output) or (), _sums(loss, whole, rowless)
+    found = [combination(loss, node, of_label, sums=sums) for node in nodes]
+    return bool(found) and all(
+        each is not None and not each.has_mean and any(term.count is None for term in each.terms.values())
+        for each in found
+    )
+
+
 def _by_terms(
-    loss: TracedGraph, losses: Any, of_label: ArgumentValues, own: Collection[OwnLoss], whole: Collection[trees.Path]
+    loss: TracedGraph,
+    losses: Any,
+    of_label: ArgumentValues,
+    own: Collection[OwnLoss],
+    whole: Collection[trees.Path],
+    rowless: Rowless,
 ) -> CountedLosses | None:
     """By the means that the graph shows."""
     by_node = _own_by_node(loss, own)
     given = {node: _term_of(each) for node, each in by_node.items()}
     nodes = _scalars(loss, losses) or ()
     found = {node: combination(loss, node, of_label, given) for node in nodes}
-    sums = _sums(loss, whole) if None in found.values() or loss.kept else {}
+    sums = _sums(loss, whole, rowless) if None in found.values() or loss.kept else {}
     if None in found.values():
         found = {node: combination(loss, node, of_label, given, sums) for node in nodes}
     parts = {node: each for node, each in found.items() if each is not None}
@@ -129,7 +171,8 @@ def _by_terms(
     loss.added |= {node.name for node in _kept_sizes(loss, whole)}
     is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
     is_one_mean = is_one_mean and all(term.divisor is None for term in weighed.values())
-    return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean)
+    is_mean = is_one_mean and all(has_same_value(node) for each in parts.values() for node in each.between)
+    return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean, is_mean)
 
 
 def _kept_nodes(loss: TracedGraph) -> Iterator[tuple[Node, Any]]:
@@ -153,11 +196,14 @@ def _kept_sizes(loss: TracedGraph, whole: Collection[trees.Path]) -> Iterator[No
     return (node for node, size in sizes if is_in_proportion(size, numbers))
 
 
-def _sums(loss: TracedGraph, whole: Collection[trees.Path]) -> dict[Node, SampleSum]:
+def _sums(loss: TracedGraph, whole: Collection[trees.Path], rowless: Rowless) -> dict[Node, SampleSum]:
     """The sums and means over samples."""
     places = {node: loss.input_paths[node.name] for node in loss.placeholders}
-    outputs = [node for node, (_, (_, argument), *_) in places.items() if argument == OUTPUTS]
-    in_one = [node for node, (_, _, *path) in places.items() if node not in outputs and tuple(path) in whole]
+    of_model = [(node, tuple(path)) for node, (_, (_, argument), *path) in places.items() if argument == OUTPUTS]
+    outputs = [node for node, path in of_model if path not in rowless]
+    in_one = [node for node, path in of_model if path in rowless]
+    of_label = ((node, tuple(path)) for node, (_, (_, argument), *path) in places.items() if argument == LABEL)
+    in_one += [node for node, path in of_label if path in whole]
     return sample_sums(loss, outputs, in_one)
 
 

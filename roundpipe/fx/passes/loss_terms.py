@@ -65,6 +65,11 @@ class Combination:
         return any(term.is_mean for term in self.terms.values())
 
 
+def has_same_value(node: Node) -> bool:
+    """Whether a node between a term and the scalar only gives on what it reads."""
+    return called_name(node) in _COPIES
+
+
 def combination(
     traced: TracedGraph,
     scalar: Node,

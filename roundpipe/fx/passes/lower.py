@@ -21,7 +21,12 @@ from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 from roundpipe.fx.passes.sample_dependence import dependence_of_samples
-from roundpipe.fx.passes.sample_dimensions import lacks_samples, outputs_without_rows, takes_samples_as_time
+from roundpipe.fx.passes.sample_dimensions import (
+    lacks_samples,
+    outputs_without_rows,
+    outputs_without_samples,
+    takes_samples_as_time,
+)
 
 LIMITS_APART, NUM_LIMITS = 4, 7
 """Limits of other cuts are the whole model and so many times smaller each, down to less than a thousandth."""
@@ -96,5 +101,6 @@ def lower(
         chain.mixes_samples = dependence.where or lacks_samples(traced)
         single = dict.fromkeys(dependence.single, "is of one sample alone")
         chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
+        chain.without_samples = outputs_without_samples(traced)
         chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

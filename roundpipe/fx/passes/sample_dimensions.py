@@ -27,6 +27,24 @@ def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     return found
 
 
+def outputs_without_samples(traced: TracedGraph) -> dict[Path, bool]:
+    """Places of outputs with dimensions, none of which is for samples, and whether they are made of these.
+
+    A mean over them is, and weights are not.
+    """
+    batch = _batch_symbols(traced)
+    depends = set(arguments_of_samples(traced)) if batch else set()
+    for node in traced.graph.nodes:
+        if not depends.isdisjoint(node.all_input_nodes):
+            depends.add(node)
+    tensors = ((path, node in depends, value_of(node)) for path, node in traced.output_places.items() if batch)
+    return {
+        path: is_made_of_samples
+        for path, is_made_of_samples, value in tensors
+        if isinstance(value, torch.Tensor) and value.ndim and batch.isdisjoint(_symbols_in([value]))
+    }
+
+
 def lacks_samples(traced: TracedGraph) -> str:
     """What says, in words, that no tensor among the outputs has the samples of the first argument; empty if one may."""
     outputs = [value_of(node) for node in traced.output_places.values()]

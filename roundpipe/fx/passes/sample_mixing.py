@@ -5,7 +5,7 @@ dimensions counts samples, and whether its elements are sums over several of the
 added up, weighed and divided by what labels add up to. Anything else mixes samples for good: a function or a quotient
 of sums, such as a root, and a comparison, where a sample's value depends on other samples. That is what products and
 differences of samples with each other do, statistics over them and what is centred by these, sorting them, and taking
-some of them by their places.
+some of them by their places; a loop that takes them all one by one does not.
 
 Invariant: an operator without a rule mixes nothing. What is told of is certain, as far as sizes tell samples apart.
 """
@@ -26,7 +26,7 @@ from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Mixing
 from roundpipe.core.tiling import Rows
 from roundpipe.fx.fakes import code_at_other_sizes, static_mode
-from roundpipe.fx.graph.nodes import GraphInterpreter, called_name, has_effect, hint, mutated_by, producer_of, value_of
+from roundpipe.fx.graph.nodes import GraphInterpreter, has_effect, hint, mutated_by, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.attribute_copies import AttributeCopies, fakes_of
 from roundpipe.fx.passes.row_losses import OF_MODULES
@@ -34,7 +34,7 @@ from roundpipe.fx.passes.row_rules import RULES, AlongRows, Found, NotRowwise, O
 from roundpipe.fx.passes.sample_dimensions import size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_tensors
 
-ORDER: tuple[Mixing, ...] = ("has state", "compares samples", "not linear", "differs")
+ORDER: tuple[Mixing, ...] = ("has state", "compares samples", "not linear", "sum", "differs")
 """The worse first."""
 _MOVING = frozenset(
     "view _unsafe_view reshape _reshape_alias expand permute transpose t unsqueeze squeeze slice select unbind split "
@@ -95,6 +95,17 @@ class _SampleWatch(TorchDispatchMode):
         self.microbatches = microbatches
         self._found: dict[int, _Samples] = {}
         self._alive: list[torch.Tensor] = []
+        self._left: dict[int, set[int]] = {}
+        """By tensor of which samples were taken one by one, the places of the others."""
+
+    @property
+    def takes_some(self) -> bool:
+        """Whether samples were taken by their places, but not all of them one after the other."""
+        return any(self._left.values())
+
+    def take(self, tensor: torch.Tensor, dim: int, place: int) -> None:
+        number = tensor.shape[dim]
+        self._left.setdefault(id(tensor), {*range(number)}).discard(place % number)
 
     def put(self, tensor: torch.Tensor, samples: _Samples) -> None:
         self._found[id(tensor)] = samples
@@ -142,6 +153,7 @@ class _SampleCall(OperatorCall):
 
     def __init__(self, watch: _SampleWatch, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         super().__init__(watch, func, args, kwargs, outputs)
+        self._watch = watch
         self.samples = watch.samples
         self.microbatches = watch.microbatches
         self.name = (func._opname if func.namespace == "aten" else str(func)).removesuffix("_")
@@ -210,6 +222,8 @@ class _SampleCall(OperatorCall):
 
     def _along(self) -> Sequence[_Samples]:
         """Where it works along samples."""
+        if self.name == "select":
+            self._watch.take(self.first, self.samples(self.first).dim or 0, self.values["index"])
         step = self.values["step"] if self.name == "slice" else 1
         if self.name in _PUTTING or step > 1 and not any(size % step for size in self.microbatches):
             dim = next(each.dim for each in self.each if each.dim is not None)
@@ -263,24 +277,6 @@ def worst(kinds: Iterable[Mixing | None]) -> Mixing | None:
     return next((kind for kind in ORDER if kind in found), None)
 
 
-_OVERWRITING = ("copy_", "fill_", "zero_")
-
-
-def has_state(scalars: Iterable[Node]) -> bool:
-    """Whether scalars of one graph depend on what is in buffers before it runs, and it changes that."""
-    pending = list(scalars)
-    read: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in read:
-            read.add(node)
-            is_whole = called_name(node) in _OVERWRITING
-            pending += [source for source in node.all_input_nodes if not is_whole or source not in mutated_by(node)]
-    graph = next((node.graph for node in read), None)
-    written = {source for node in (graph.nodes if graph else ()) for source in mutated_by(node)}
-    return any(node.op == "get_attr" for node in read & written)
-
-
 # ---------------------------------------------------------------------------------- the graph
 
 
@@ -291,6 +287,7 @@ def mixing_of(
     outputs: Collection[Node] = (),
     own: Mapping[Node, Mixing] = MappingProxyType({}),
     sizes: Collection[int] = (),
+    statistics: Collection[Node] = (),
 ) -> Mixing | None:
     """How a scalar mixes samples behind the last nodes with weights, as far as the graph tells.
 
@@ -300,6 +297,7 @@ def mixing_of(
         outputs: those arguments that a model has made.
         own: what is known of some arguments, which are losses of the model's own.
         sizes: of the microbatches, as far as they are known.
+        statistics: arguments that were made of all samples, such as a mean over them.
     """
     counts = {hint(value.shape[0]) for node in samples if isinstance(value := value_of(node), torch.Tensor)}
     if len(counts) > 1:
@@ -307,7 +305,7 @@ def mixing_of(
     number = max([2, *counts])  # one sample has no other to be mixed with
     mode = static_mode()
     attributes = AttributeCopies(traced, fakes_of(mode))
-    run = _SampleRun(traced, samples, outputs, own, _SampleWatch(number, sizes), attributes)
+    run = _SampleRun(traced, samples, outputs, own, statistics, _SampleWatch(number, sizes), attributes)
     with code_at_other_sizes(), mode, torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
         return run.found(scalar)
     return None
@@ -322,13 +320,14 @@ class _SampleRun(GraphInterpreter):
         samples: Collection[Node],
         outputs: Collection[Node],
         own: Mapping[Node, Mixing],
+        statistics: Collection[Node],
         watch: _SampleWatch,
         attributes: AttributeCopies,
     ) -> None:
         super().__init__()
         self._attributes = attributes
         self._traced, self._samples, self._outputs, self._own, self._watch = traced, samples, outputs, own, watch
-        self._symbols = symbols_of_samples(samples)
+        self._statistics, self._symbols = statistics, symbols_of_samples(samples)
 
     def found(self, scalar: Node) -> Mixing | None:
         needed: set[Node] = set()
@@ -343,7 +342,8 @@ class _SampleRun(GraphInterpreter):
             elif node in needed:
                 with self._watch:
                     self.values[node] = self.run_node(node)
-        return self._watch.samples(self.values[scalar]).mixing
+        mixing = self._watch.samples(self.values[scalar]).mixing
+        return worst((mixing, "compares samples")) if self._watch.takes_some else mixing
 
     def _is_given(self, node: Node) -> bool:
         """Whether a value counts as an argument, or as one of outputs: what weights make do, up to a scalar."""
@@ -374,8 +374,9 @@ class _SampleRun(GraphInterpreter):
         fake = torch.empty([*map(self._size, value.shape)], dtype=value.dtype)
         is_output = node.op != "placeholder" or node in self._outputs
         mixing: Mixing | None = "compares samples" if len(dims) > 1 else self._own.get(node)
-        if dims or mixing is not None:
-            self._watch.put(fake, _Samples(dims[0] if len(dims) == 1 else None, False, is_output, mixing))
+        is_statistic = node in self._statistics and not dims
+        if dims or mixing is not None or is_statistic:
+            self._watch.put(fake, _Samples(dims[0] if len(dims) == 1 else None, is_statistic, is_output, mixing))
         return fake
 
     def _size(self, size: int | torch.SymInt) -> int:
