@@ -252,7 +252,7 @@ def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, devices, is_al
         given = [Device(device, memory_bytes=memory_bytes) for device in devices]
         options = config(4, residency=residency)
         with roundpipe.RoundPipe(model, devices=given, model_run_config=options, optim_dtype=torch.float32) as piped:
-            ours = torch.optim.AdamW(piped.optim_parameters(), lr=1e-3, fused=True)
+            ours = torch.optim.SGD(piped.optim_parameters(), lr=0.1, momentum=0.9, fused=True)
             copies = list(piped.optim_parameters())
 
             def update():
