@@ -18,7 +18,8 @@ from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
 from roundpipe.planning.planner import PlanArguments
 from roundpipe.planning.residency import may_stay
-from roundpipe.planning.stage_costs import plan_peak_bytes
+from roundpipe.planning.stage_costs import StageCosts, ring_peaks, training_stages
+from roundpipe.planning.step_times import step_seconds
 
 _MOST_SLOWER_IN_A_ROW = 2
 """Numbers of stages, each predicted to be slower than the best before it, after which no more are looked at."""
@@ -36,25 +37,31 @@ def owned_plans(costs: Sequence[LayerCost], num_workers: int) -> Iterator[Execut
 
 
 def best_owned(
-    costs: Sequence[LayerCost], predict: Callable[[ExecutePlan], float], **arguments: Unpack[PlanArguments]
-) -> tuple[float, ExecutePlan] | None:
-    """The plan of these that is predicted to be the fastest, behind its seconds per step.
+    costs: Sequence[LayerCost],
+    predict: Callable[[ExecutePlan], float],
+    limit_s: float,
+    **arguments: Unpack[PlanArguments],
+) -> ExecutePlan | None:
+    """The plan of these that is predicted to be the fastest.
 
-    None: no such plan fits, or no layer has frozen weights that may stay.
+    None: no such plan fits and takes at most ``limit_s`` per step, or no layer has frozen weights that may stay.
     """
-    num_workers, budget_bytes = arguments["num_workers"], arguments.get("memory_budget_bytes")
-    grain, is_alone = arguments.get("recompute_grain", "stage"), arguments["num_microbatches"] == 1
+    num_workers, num_microbatches = arguments["num_workers"], arguments["num_microbatches"]
+    budget_bytes, grain = arguments.get("memory_budget_bytes"), arguments.get("recompute_grain", "stage")
+    ranges = StageCosts(costs, grain, is_alone=num_microbatches == 1)
 
-    def fits(plan: ExecutePlan) -> bool:
-        if budget_bytes is None:
-            return True
-        peak_bytes = plan_peak_bytes(plan, costs, num_workers=num_workers, recompute_grain=grain, is_alone=is_alone)
-        return peak_bytes <= budget_bytes
+    def may_be_best(plan: ExecutePlan) -> bool:
+        stages, owners = training_stages(plan, ranges), plan.workers("train", num_workers)
+        if budget_bytes is not None and max(ring_peaks(stages, plan.rings("train", num_workers))) > budget_bytes:
+            return False
+        least_s = step_seconds(stages, len(plan.forward), num_workers, num_microbatches, limit_s=limit_s, owners=owners)
+        return least_s <= limit_s  # without transfers, which predictions add
 
     if not any(map(may_stay, costs)):
         return None
-    plans = filter(fits, owned_plans(costs, num_workers))
-    return first_best(((predict(plan), plan) for plan in plans), lambda found: found[0])
+    plans = filter(may_be_best, owned_plans(costs, num_workers))
+    best = first_best(((predict(plan), plan) for plan in plans), lambda found: found[0])
+    return best[1] if best is not None and best[0] <= limit_s else None
 
 
 def first_best(found: Iterable[Found], seconds: Callable[[Found], Any]) -> Found | None:

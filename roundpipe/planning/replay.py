@@ -89,7 +89,7 @@ class StepReplay:
         self._updates: list[Node] = []
         pairs = zip(schedule.rings, residency.on_rings(len(schedule.rings)), strict=True)
         self._shares = [(ring.workers[0], share) for ring, share in pairs if share.optimizer_bytes and is_training]
-        """Of workers on whose devices weights live that are updated there."""
+        """Of workers whose devices update what lives there."""
         self._home: dict[int, list[Node]] = {}
         """Of these workers, the new weights of the step before on their way to the host."""
         self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
@@ -204,11 +204,11 @@ class StepReplay:
 
         update.then = book
         if self.record:
-            self.activities.append(ReplayedActivity(update, "update there", None, None, None))
+            self.activities.append(ReplayedActivity(update, "update there", None, None, None, worker))
         self._queue.add(update, *self._home.get(worker, ()))
         if share.home_bytes:
             down = self._down[worker]
-            self._home[worker] = [self._add_transfer("home", down, share.home_bytes, None, None, 2, update)]
+            self._home[worker] = [self._add_transfer("home", down, share.home_bytes, None, None, 2, update, at=worker)]
         return [update, *self._home.get(worker, ())]
 
     def _add_transfer(
@@ -220,10 +220,11 @@ class StepReplay:
         microbatch: int | None,
         priority: int,
         *after: Node,
+        at: int | None = None,
     ) -> LinkTransfer:
         transfer = LinkTransfer(link, num_bytes, priority)
         if self.record:
-            self.activities.append(ReplayedActivity(transfer, activity, job, microbatch, num_bytes))
+            self.activities.append(ReplayedActivity(transfer, activity, job, microbatch, num_bytes, at))
         self._queue.add(transfer, *after)
         return transfer
 

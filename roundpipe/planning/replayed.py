@@ -42,6 +42,8 @@ class ReplayedActivity(NamedTuple):
     """None: an update, or weights that go home behind one."""
     microbatch: int | None
     num_bytes: float | None
+    worker: int | None = None
+    """Of an update on a worker's device."""
 
 
 class ReplayedWait(NamedTuple):

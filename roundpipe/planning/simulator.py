@@ -34,13 +34,13 @@ _PREFIXES: dict[Activity, str] = {
     "gradients": "gradients of ",
     "added": "convert gradients of ",
 }
-_OF_UPDATES: dict[Activity, tuple[str, str, str]] = {
-    "update": (OPTIMIZER, "update", "optimizer step {}"),
-    "hand-over": (OPTIMIZER, "hand-over", "weights into the model"),
-    "update there": ("worker 0", "update", "optimizer step {} of what lives there"),
-    "home": ("worker 0", "home", "weights of optimizer step {}"),
+_OF_UPDATES: dict[Activity, tuple[str, str]] = {
+    "update": ("update", "optimizer step {}"),
+    "hand-over": ("hand-over", "weights into the model"),
+    "update there": ("update", "optimizer step {} of what lives there"),
+    "home": ("home", "weights of optimizer step {}"),
 }
-"""Device, lane and name."""
+"""Lane and name."""
 _PARTS = {Phase.FORWARD: "forward", Phase.FUSED: "fused", Phase.BACKWARD: "backward"}
 
 
@@ -170,15 +170,15 @@ def _spans(steps: StepReplay) -> Iterator[Span]:
     for wait in steps.waits:
         device, cause = f"worker {wait.worker}", wait.cause
         yield Span(device, "waits", WAIT_NAMES[cause], wait.start_s, wait.end_s, {"cause": cause})
-    num_updates: Counter[Activity] = Counter()
-    for node, activity, job, microbatch, num_bytes in steps.activities:
+    num_updates: Counter[tuple[Activity, int | None]] = Counter()
+    for node, activity, job, microbatch, num_bytes, worker in steps.activities:
         start_s = node.sent_s if isinstance(node, LinkTransfer) else node.started_s
         if node.over_s is None or start_s is None or node.over_s <= start_s:
             continue
         if job is None:
-            num_updates[activity] += 1
-            device, update_lane, title = _OF_UPDATES[activity]
-            yield Span(device, update_lane, title.format(num_updates[activity]), start_s, node.over_s)
+            num_updates[activity, worker] += 1
+            device, (update_lane, title) = OPTIMIZER if worker is None else f"worker {worker}", _OF_UPDATES[activity]
+            yield Span(device, update_lane, title.format(num_updates[activity, worker]), start_s, node.over_s)
             continue
         args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
         name = f"{_PREFIXES.get(activity, '')}{job}"

@@ -338,8 +338,7 @@ class PlanChooser:
         if self._num_workers == 1:
             return plan
         if predict is not None and self._may_stay(call):
-            owned = best_owned(costs, predict, **arguments)
-            plan = owned[1] if owned is not None and owned[0] <= (1 - OWNED_GAIN) * predict(plan) else plan
+            plan = best_owned(costs, predict, (1 - OWNED_GAIN) * predict(plan), **arguments) or plan
         if not call.may_replicate or call.num_microbatches == 1:
             return plan
         shared, seconds = choose(costs, replicate=True), self.seconds(call, tiles)
