@@ -279,3 +279,27 @@ def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, devices, is_al
     found, there = run("auto")
     assert none == [0, 0] and (sum(there) == 24 if is_all else 0 < sum(there) < 24) and all(there), there
     torch.testing.assert_close(found, streamed, rtol=1e-4, atol=1e-4)
+
+
+def test_small_trained_weights_all_stay_and_frozen_ones_as_far_as_there_is_room():
+    def run(residency, memory_bytes):
+        torch.manual_seed(4)
+        model, found = mlp(DEPTH, 16).to(DTYPE), []
+        for layer in model:
+            layer[0].weight.requires_grad_(False)
+        with wrapped(model, residency, SINGLES, memory_bytes=memory_bytes) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step in range(5):
+                piped.report()
+                found.append(piped.forward_backward((batch(6, width=16, seed=step),), loss_fn=square_loss))
+                piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+            there, report = homes(piped), piped.report()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+        return dict(enumerate(found)), there, [worker.moved_bytes["weights"] for worker in report.workers]
+
+    streamed, _, all_bytes = run("off", 9_000)
+    assert min(all_bytes) > 2 * 16 * 16 * 8
+    for memory_bytes, moves in {9_000: True, 12_000: False}.items():
+        found, there, moved_bytes = run("full", memory_bytes)
+        assert there == [3, 3] and (max(moved_bytes) > 0) is moves
+        assert_equal_bits(found, streamed)

@@ -49,9 +49,9 @@ class OwnedPlansBeside(PlansBeside):
 
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
-        wholes = {plan: self._by_worker(plan) for plan in self._plans}
+        wholes = ((plan, self._by_worker(plan)) for plan in self._plans)
         number = len(self._trained)
-        return self._best((plan, of) for plan, of in wholes.items() if sum(map(len, of.values())) == number)
+        return self._best(((plan, of) for plan, of in wholes if sum(map(len, of.values())) == number), is_all=True)
 
     def of_those(self, there: Collection[int]) -> PlanBeside | None:
         """The layers stay that have certain parameters, given by their identities; None: as for one worker."""
@@ -107,11 +107,9 @@ class OwnedPlansBeside(PlansBeside):
             most[worker] = layers[:low]
         return most
 
-    def _stays(self, plan: ExecutePlan, layers: dict[int, list[int]]) -> Residency:
-        """What stays if these layers of each worker do; frozen weights, too, if it is all."""
-        adds_up, parts = self._optimizer.adds_up, []
-        is_all = sum(map(len, layers.values())) == len(self._trained)
-        owners = plan.owners(self._num_workers)
+    def _stays(self, plan: ExecutePlan, layers: dict[int, list[int]], *, is_all: bool = False) -> Residency:
+        """What stays if what is trained of these layers of each worker does, or everything."""
+        adds_up, parts, owners = self._optimizer.adds_up, [], plan.owners(self._num_workers)
         for ring in plan.rings("train", self._num_workers):
             (worker,) = ring.workers
             own = layers.get(worker, [])
@@ -129,11 +127,14 @@ class OwnedPlansBeside(PlansBeside):
         costs = StageCosts(self._costs, self._call.config.recompute_grain, is_alone=number == 1)
         return residency.peak_bytes(make_schedule(plan, self._num_workers, number), costs) <= self._budget_bytes
 
-    def _best(self, pairs: Iterable[tuple[ExecutePlan, dict[int, list[int]]]]) -> PlanBeside | None:
+    def _best(
+        self, pairs: Iterable[tuple[ExecutePlan, dict[int, list[int]]]], *, is_all: bool = False
+    ) -> PlanBeside | None:
         """The fastest of some plans beside which these layers have room.
 
         Where predictions know nothing of updates, the one with the most layers: these are what is not updated at home.
         """
-        fitting = ((plan, stays) for plan, of in pairs if self._has_room(plan, stays := self._stays(plan, of)))
+        all_stays = ((plan, self._stays(plan, of, is_all=is_all)) for plan, of in pairs)
+        fitting = (each for each in all_stays if self._has_room(*each))
         found = (self._found(plan, stays, self._prediction(stays)) for plan, stays in fitting)
         return first_best(found, lambda one: (-len(one.residency.trained) * (not one.has_updates), one.seconds))
