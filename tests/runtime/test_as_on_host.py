@@ -63,6 +63,7 @@ OPERATIONS = {
     "product": lambda there, here: there[0] * here[0] + there[1],
     "joined": lambda there, here: torch.cat([there[0], here[0]]),
     "result given": lambda there, here: torch.add(there[0], there[1], out=here[0]),
+    "joined scalars": lambda there, here: torch.stack([there[0][0, 0], here[0][0, 0]]).norm(),
     "matrix": lambda there, here: there[0] @ here[0].T,
     "where": lambda there, here: torch.where(here[0] > 0, there[0], 0.0),
     "scalar": lambda there, here: here[0][0, 0].add_(there[0][0, 0]),

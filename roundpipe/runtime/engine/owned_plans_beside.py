@@ -123,6 +123,8 @@ class OwnedPlansBeside(PlansBeside):
         return on_several(parts)
 
     def _has_room(self, plan: ExecutePlan, residency: Residency) -> bool:
+        if residency.num_bytes >= self._budget_bytes:
+            return False
         number = self._call.num_microbatches
         costs = StageCosts(self._costs, self._call.config.recompute_grain, is_alone=number == 1)
         return residency.peak_bytes(make_schedule(plan, self._num_workers, number), costs) <= self._budget_bytes

@@ -65,7 +65,8 @@ class HostMix(TorchDispatchMode):
         if not there or not (here or is_apart):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        has_mixed = any(tensor.ndim or id(tensor) in written for tensor in here)  # a scalar goes with any tensor
+        in_lists = {id(tensor) for tensor in _listed(func, args, kwargs)}  # elsewhere a scalar goes with any tensor
+        has_mixed = any(tensor.ndim or id(tensor) in written or id(tensor) in in_lists for tensor in here)
         if not (has_mixed or is_apart):
             return func(*args, **kwargs)
         self.has_mixed |= has_mixed
@@ -98,6 +99,12 @@ def _is_each_by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Whether an operator takes lists of tensors one by one, each with those at its place in other lists."""
     values = (*args, *kwargs.values())
     return func.name().startswith("aten::_foreach_") and not any(isinstance(each, torch.Tensor) for each in values)
+
+
+def _listed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator joins, as it has them in a list."""
+    values = () if _is_each_by_itself(func, args, kwargs) else (*args, *kwargs.values())
+    return trees.tensors([each for each in values if isinstance(each, list | tuple)])
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
