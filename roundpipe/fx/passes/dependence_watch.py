@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.allocations import TorchDispatchMode
-from roundpipe.fx.fakes import is_of_no_world, real_world
+from roundpipe.fx.fakes import is_fake, is_of_no_world, real_world
 from roundpipe.fx.locations import model_location, with_source
 from roundpipe.fx.passes.assumed_sizes import with_assumed_size
 from roundpipe.fx.passes.dependence_rules import DependenceCall, is_float
@@ -40,6 +40,8 @@ class Known:
     of_floats: bool = False
     """Whether they were no integers."""
     is_weight: bool = False
+    is_stored: bool = False
+    """Whether it is a weight, a buffer or another tensor that is there before a call, or made of such alone."""
     is_shuffle: bool = False
     """Whether it is another order of samples, a random one or from the last."""
     is_learned: bool = False
@@ -56,7 +58,7 @@ class Known:
     """Buffers of the model's of whose values it is made."""
 
 
-NOTHING = Known()
+NOTHING, STORED = Known(), Known(is_stored=True)
 
 
 class DependenceWatch(TorchDispatchMode):
@@ -97,7 +99,7 @@ class DependenceWatch(TorchDispatchMode):
 
     def put_buffer(self, tensor: torch.Tensor, name: str, *, is_torchs: bool) -> None:
         """Follow what becomes of a buffer, which may be one that code of torch's own has put into a module."""
-        self.put(tensor, Known(states=frozenset({name})))
+        self.put(tensor, replace(STORED, states=frozenset({name})))
         self._buffer_at[tensor.untyped_storage()._cdata] = name
         if is_torchs:
             self._torchs.add(name)
@@ -117,7 +119,7 @@ class DependenceWatch(TorchDispatchMode):
             self._written.update(buffers)
 
     def known(self, tensor: torch.Tensor) -> Known:
-        return self._known.get(id(tensor), NOTHING)
+        return self._known.get(id(tensor)) or (NOTHING if is_fake(tensor) else STORED)
 
     def sample_of(self, tensor: torch.Tensor) -> int | None:
         """The one sample that a tensor is made of; None if there are several, or none."""
@@ -144,9 +146,8 @@ class DependenceWatch(TorchDispatchMode):
         return self.known(tensor).is_shuffle
 
     def is_stored(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, or made of weights and buffers alone."""
-        known = self.known(tensor)
-        return known.is_weight or bool(known.states)
+        """Whether it was there before the call, or is made of such tensors alone."""
+        return self.known(tensor).is_stored
 
     def is_their_number(self, value: Any) -> bool:
         """Whether a number is that of the samples, or that to some power; small ones may be anything."""
@@ -190,7 +191,7 @@ class DependenceWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._note_decision(args[0])
+            self.note_decision(args[0])
         out = with_assumed_size(func, args, self.counts_samples)
         if out is None:
             out = func(*args, **kwargs)
@@ -204,7 +205,7 @@ class DependenceWatch(TorchDispatchMode):
                 self._note(DependenceCall(self, func, args, kwargs, outputs))
         return out
 
-    def _note_decision(self, tensor: torch.Tensor) -> None:
+    def note_decision(self, tensor: torch.Tensor) -> None:
         """Python asks for a number made of several samples. How many there are of something each piece may ask for."""
         known = self.known(tensor)
         if known.level and known.of_floats:
@@ -322,6 +323,7 @@ class DependenceWatch(TorchDispatchMode):
             result = replace(
                 result,
                 is_weight=are_weights,
+                is_stored=bool(known) and all(each.is_stored for _, each in known),
                 is_shuffle=are_shuffles,
                 is_learned=is_learned,
                 sums_learned=any(own.sums_learned for _, own in known)

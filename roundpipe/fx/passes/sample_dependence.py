@@ -17,7 +17,7 @@ that it is no chance.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +36,8 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
-from roundpipe.fx.passes.dependence_watch import ROWS, DependenceWatch, Known
+from roundpipe.fx.passes.data_of_fakes import DataOfFakes
+from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
@@ -93,14 +94,18 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
             if found != SampleDependence() or not run.has_failed:
                 break
     if not found.where and not symbols_of_samples(samples):
-        found = replace(found, where=_where_in_code(traced, samples, small))
+        found = replace(found, where=where_code_mixes(traced))
     return found
 
 
-def _where_in_code(traced: TracedGraph, samples: Collection[Node], primes: Sequence[int]) -> str:
-    """What mixes samples where the model's code asked for their number, so that the graph has it as a constant."""
-    large = _usable_primes(traced, samples)
-    for usable, per_prime in ((large, 1), (large, _PER_PRIME), (primes, 1)):
+def where_code_mixes(traced: TracedGraph) -> str:
+    """What mixes samples in the model's code, which runs in place of its graph, with the graph's arguments.
+
+    Code that has asked for the number of samples may do something else at another number, which no graph tells.
+    """
+    samples = arguments_of_samples(traced)
+    large, small = (_usable_primes(traced, samples), _small_primes(traced, samples)) if samples else ([], [])
+    for usable, per_prime in ((large, 1), (large, _PER_PRIME), (small, 1)):
         found: list[str] = []
         for prime in usable[:2]:
             with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
@@ -139,7 +144,8 @@ def _small_primes(traced: TracedGraph, samples: Mapping[Node, torch.Tensor]) -> 
 
 def _usable_primes(traced: TracedGraph, samples: Iterable[Node], primes: Iterable[int] = _PRIMES) -> list[int]:
     """Those that divide no size beside the number of samples."""
-    sizes = {size for tensor in (*traced.model.parameters(), *traced.model.buffers()) for size in tensor.shape}
+    stored = (*traced.model.parameters(), *traced.model.buffers(), *_tensors(traced.constants.values()))
+    sizes = {size for tensor in stored for size in tensor.shape}
     for node in traced.placeholders:
         if isinstance(value := value_of(node), torch.Tensor):
             sizes.update(map(hint, value.shape[1:] if node in samples else value.shape))
@@ -209,8 +215,13 @@ class _DependenceRun(GraphInterpreter):
             args, kwargs = self._traced.arguments
             args, kwargs = [trees.map_leaves(arg, given) for arg in args], trees.map_leaves(kwargs, given)
             self._watch.place, self._watch.caller = f"the forward of {type(twin).__name__}", _call.__code__
-            with self._watch:
-                out = _call(twin, args, kwargs)
+            try:
+                with self._watch, DataOfFakes(self._watch.note_decision):
+                    out = _call(twin, args, kwargs)
+            except Exception:  # it reads a number, say
+                if not self._watch.decision:
+                    raise
+                out = None
         mixed = (where for each in flat_tensors(out) if (where := self._watch.mixed_in(each)))
         return next(mixed, self._watch.decision)
 
@@ -289,10 +300,12 @@ class _DependenceRun(GraphInterpreter):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = fake_of(self._mode, tensor, _CPU)
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
-            self._watch.put(fake, Known(is_weight=True))
+            self._watch.put(fake, replace(STORED, is_weight=True))
         elif (name := self._buffers.get(id(tensor))) is not None:
             owner = self._traced.model.get_submodule(name.rpartition(".")[0])
             self._watch.put_buffer(fake, name, is_torchs=_is_torchs(owner))
+        else:
+            self._watch.put(fake, STORED)
         return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -305,7 +318,8 @@ class _DependenceRun(GraphInterpreter):
             self._watch.caller = _call.__code__
             with python_restored(modules_in(twin)):
                 before = dict(twin.named_buffers())
-                self._made[key] = _call(twin, args, kwargs)
+                with DataOfFakes(self._watch.note_decision):
+                    self._made[key] = _call(twin, args, kwargs)
                 self._note_replaced(str(node.target), twin, before)
         return self._made[key]
 
