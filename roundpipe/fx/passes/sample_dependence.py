@@ -7,6 +7,9 @@ not belong to one sample any more. What integers from there are is left open as 
 from, as those of tokens sorted by expert are. Products and the like of two sums are told of, too, if both are made by
 weights, such as the load balancing of experts: those of microbatches don't add up to it.
 
+Where the model's code has asked for the number of samples, its graph has it as a constant, and the code runs in its
+place. So it does where there is no graph.
+
 Losses of `loss_fn` are looked at in the same way, where `sample_mixing`, which knows more of what is allowed there, has
 nothing to tell.
 
