@@ -144,3 +144,20 @@ class OfLengths(nn.Module):
 def test_lists_may_have_something_else_for_each_sample() -> None:
     traced = trace(OfLengths(), (torch.randn(4, WIDTH), [3, 4, 2, 5]), {})
     assert dependence_of_samples(traced).where == ""
+
+
+class OfImages(nn.Module):
+    """Fills places with features of images, which it makes one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        features = torch.cat([self.first(image)[None] for image in images])
+        return self.last(self.first(x).masked_scatter(x > 0, features))
+
+
+def test_what_is_joined_of_samples_may_fill_places_of_all() -> None:
+    traced = trace(OfImages(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH)), {})
+    assert dependence_of_samples(traced).where == ""

@@ -264,7 +264,7 @@ class DependenceWatch(TorchDispatchMode):
         has_others = any(known[id(tensor)].sample is None and self.dims(tensor) for tensor in tensors)
         if len({each.sample for each in single}) > 1 and not joins:
             return True
-        return has_others and any(each.is_learned for each in single)
+        return has_others and any(each.is_learned and each.sample != SEVERAL for each in single)
 
     def _differ(self, call: DependenceCall) -> bool:
         """Whether it joins samples of which something else was made of each."""
