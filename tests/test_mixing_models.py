@@ -17,6 +17,7 @@ from roundpipe import RoundPipeRunConfig
 DTYPE = torch.float64
 DEVICES = ["cpu", "cpu"]
 NUMBER, WIDTH = 7, 6
+NOISE = torch.randn(2 * NUMBER, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
 
 
 class Centred(nn.Module):
@@ -93,6 +94,22 @@ def reversed_order(h: torch.Tensor) -> torch.Tensor:
     return 0.7 * h + 0.3 * h[torch.arange(len(h) - 1, -1, -1)]
 
 
+def spread(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.linspace(0, 1, len(h))[:, None]
+
+
+def stored(h: torch.Tensor) -> torch.Tensor:
+    return h + NOISE[: len(h)]
+
+
+def scaled(h: torch.Tensor) -> torch.Tensor:
+    return h / h.detach().std().item()
+
+
+def reversed_loop(h: torch.Tensor) -> torch.Tensor:
+    return torch.stack([sample * 0.5 for sample in h.unbind()][::-1])
+
+
 class Mixed(nn.Module):
     """Mixes what its first layer gives."""
 
@@ -119,7 +136,10 @@ def minus_first_row(h: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "mix",
-    [minus_first, minus_first_row, shifted, pooled, normed, whitened, reversed_order],
+    [
+        *(minus_first, minus_first_row, shifted, pooled, normed, whitened, reversed_order),
+        *(spread, stored, scaled, reversed_loop),
+    ],
     ids=lambda mix: mix.__name__,
 )
 def test_samples_that_meet_others_are_seen(mix: Any) -> None:

@@ -16,6 +16,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.finite import check_losses
@@ -66,6 +67,8 @@ class HostRunner(Runner):
         self._warned_of_arguments = False
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
+        self._mixed: dict[bool, str] = {}
+        """By mode, what mixes samples in the model's own code."""
         self._shared: dict[str, set[int]] = {}
         """See `split`."""
         names = {module: name for name, module in self.model.named_modules()}
@@ -93,6 +96,7 @@ class HostRunner(Runner):
         if not splits_inside:
             config = self._batch_warnings.whole_if_unclear(config, args, kwargs)
             config = self._batch_warnings.whole_if_needed(config, self.parts.cause)
+            config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
@@ -123,6 +127,7 @@ class HostRunner(Runner):
             )
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, training.label)
         config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
+        config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
         pieces = split(args, kwargs, training.label, config, self._shared)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
@@ -181,6 +186,14 @@ class HostRunner(Runner):
             self._loss_warnings.look_at_mean(pieces.labels, [weights])
         total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
+
+    def _where_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What mixes samples in the model's own code, looked at once in each mode; not if no trace was tried."""
+        mode = self.model.training
+        if mode not in self._mixed:
+            is_tried = self.parts.cause is not None
+            self._mixed[mode] = where_untraced_code_mixes(self.model, args, kwargs) if is_tried else ""
+        return self._mixed[mode]
 
     def _begin(self, call: RoundPipeRunConfig, adds_gradients: bool | None = None) -> ResolvedConfig:
         """The options of a call that runs the tree; returns when the weights may be read on the host."""

@@ -5,7 +5,7 @@ that of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -101,21 +101,24 @@ class BatchWarnings:
             )
         elif not chain.mixes_samples:
             return config
-        elif config.is_number_given:
-            self._warn_once(
-                "mixing",
-                f"the model mixes the samples of a batch: {chain.mixes_samples}. Each of the {config.num_microbatch} "
-                "microbatches has only its own samples there, so that outputs, losses and gradients differ from those "
-                "of the whole batch; with num_microbatch=1 they don't",
-            )
-            return config
         else:
-            self._warn_once(
-                "mixing",
-                f"the model mixes the samples of a batch: {chain.mixes_samples}. So the batch is not cut but runs as "
-                "one microbatch. If each microbatch may be mixed by itself, as in a batch norm, give num_microbatch",
-            )
+            self._warn_of_mixing(config, chain.mixes_samples)
+            if config.is_number_given:
+                return config
         return config.in_one_piece()
+
+    def _warn_of_mixing(self, config: ResolvedConfig, where: str) -> None:
+        if config.is_number_given:
+            text = (
+                f"Each of the {config.num_microbatch} microbatches has only its own samples there, so that outputs, "
+                "losses and gradients differ from those of the whole batch; with num_microbatch=1 they don't"
+            )
+        else:
+            text = (
+                "So the batch is not cut but runs as one microbatch. If each microbatch may be mixed by itself, as in "
+                "a batch norm, give num_microbatch"
+            )
+        self._warn_once("mixing", f"the model mixes the samples of a batch: {where}. {text}")
 
     def whole_if_needed(
         self, config: ResolvedConfig, cause: TraceCause | None, *, has_loss: bool = False
@@ -148,6 +151,13 @@ class BatchWarnings:
         else:
             return config
         return config if given else config.in_one_piece()
+
+    def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str]) -> ResolvedConfig:
+        """The same where its code mixes samples, which ``find`` tells in words, if it does."""
+        if config.split_input is not None or config.num_microbatch == 1 and not config.auto or not (where := find()):
+            return config
+        self._warn_of_mixing(config, where)
+        return config.in_one_piece() if self.may_choose(config) else config
 
     def may_choose(self, config: ResolvedConfig) -> bool:
         """Whether nobody has said how batches are cut, or into how many microbatches."""

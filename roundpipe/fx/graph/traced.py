@@ -88,6 +88,8 @@ class TracedGraph:
     """Targets of get_attr that are not attributes of the model, such as ``_constant_0``."""
     input_paths: dict[str, trees.Path] = field(default_factory=dict)
     """Placeholder name -> path into ``(args, kwargs)`` normalised to the forward's signature."""
+    arguments: Any = None
+    """``(args, kwargs)`` in that form, with an `OutputValue` of its placeholder in place of every tensor."""
     uncut: frozenset[str] = frozenset()
     """Placeholders of tensors that every microbatch has whole, where the example is known to be one of several."""
     output: Any = None

@@ -41,9 +41,17 @@ _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
 _SUMMING_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce".split())
 _SCALING = frozenset("add sub rsub mul div where".split())
-_COUNTING = frozenset("arange linspace eye".split())
+_ALIKE = frozenset("full zeros ones empty empty_strided scalar_tensor".split())
+"""Operators that make rows which are all alike, of nothing but numbers."""
+_FILLING = frozenset("full scalar_tensor new_full full_like fill".split())
 _POOLS = frozenset(
     f"{kind}_pool{n}d{rest}" for kind in ("avg", "max") for n in (1, 2, 3) for rest in ("", "_with_indices")
+)
+_RESIZING = frozenset(
+    f"{prefix}upsample_{kind}"
+    for prefix in ("", "_")
+    for kind in "nearest1d nearest2d nearest3d nearest_exact1d nearest_exact2d nearest_exact3d linear1d bilinear2d "
+    "bilinear2d_aa bicubic2d bicubic2d_aa trilinear3d".split()
 )
 _DECOMPOSITIONS = frozenset(
     "_linalg_svd linalg_svd linalg_qr _linalg_det _linalg_slogdet linalg_inv_ex linalg_cholesky_ex _linalg_eigh "
@@ -81,6 +89,10 @@ class SampleFollower(Protocol):
 
     def is_shuffle(self, tensor: torch.Tensor) -> bool: ...
 
+    def is_stored(self, tensor: torch.Tensor) -> bool: ...
+
+    def is_their_number(self, value: Any) -> bool: ...
+
     def compares(self, tensor: torch.Tensor) -> bool: ...
 
 
@@ -113,6 +125,11 @@ class DependenceCall(OperatorArguments):
         return self.inputs
 
     @property
+    def mixed(self) -> list[torch.Tensor]:
+        """Those of its results that it mixes samples in, if it does."""
+        return self.outputs[2:] if self.name == "_unique2" else self.outputs  # values and their places mix nothing
+
+    @property
     def written(self) -> list[torch.Tensor]:
         """What it writes in place."""
         schema = self.func._schema.arguments
@@ -127,7 +144,7 @@ class DependenceCall(OperatorArguments):
             (dim,) = self.dims()
             if dim in self._samples() and self.first.stride(dim):
                 if self.name == "select":
-                    return [self.values["index"]]
+                    return [self.values["index"] % self.first.shape[dim]]
                 if self.name == "unbind":
                     return list(range(number))
                 if all(tensor.shape[dim] == 1 for tensor in self.outputs):
@@ -144,6 +161,8 @@ class DependenceCall(OperatorArguments):
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):
             return self._attention()
+        if not self.inputs:
+            return self._makes_places() or self._fills()
         rule = next((rule for names, rule in _RULES if self.name in names), None)
         if rule is not None and not (self.name in _REDUCTIONS and "other" in self.values):
             return rule(self)
@@ -184,6 +203,8 @@ class DependenceCall(OperatorArguments):
             return False  # groups, which microbatches may have as a whole
         (dim,) = self.dims()
         parts = {tensor.shape[dim] for tensor in self.outputs}
+        if dim not in self._samples() and self._watch.is_stored(self.first):
+            return any(map(self._watch.counts_samples, parts))  # so each sample has what is stored at its place
         return dim in self._samples() and any(1 < part < self._watch.number for part in parts)
 
     def _halves(self) -> bool:
@@ -203,7 +224,14 @@ class DependenceCall(OperatorArguments):
             start = math.prod(self.first.shape[:dim])
             if size == number and not any(start % a == 0 and b % (start * size) == 0 for a, b in whole):
                 return True
-        return False
+        is_part = any(self._watch.counts_samples(size) and size < number for size in self.first.shape)
+        return is_part and number in self.output.shape and number not in self.first.shape
+
+    def _repeats(self) -> bool:
+        """Whether it repeats several rows until there are as many as samples, so that each has one by its place."""
+        before = (1,) * (self.output.dim() - self.first.dim()) + self.first.shape
+        pairs = zip(before, self.output.shape, strict=True)
+        return any(size == self._watch.number and row not in (1, size) for row, size in pairs)
 
     def _sums_by_place(self) -> bool:
         """Whether it adds up samples at places that are not theirs."""
@@ -264,9 +292,14 @@ class DependenceCall(OperatorArguments):
         """Whether samples are the steps of a sequence."""
         return 0 in self._samples()
 
-    def _counts(self) -> bool:
-        """Whether it makes the samples' places, of nothing else."""
-        return bool(self._watch.dims(self.output))
+    def _makes_places(self) -> bool:
+        """Whether it makes something for the samples' places, of nothing else, and draws it not."""
+        is_drawn = torch.Tag.nondeterministic_seeded in self.func.tags
+        return self.name not in _ALIKE and not is_drawn and bool(self._watch.dims(self.output))
+
+    def _fills(self) -> bool:
+        """Whether it fills something with the number of samples."""
+        return self.name in _FILLING and not self._watch.is_of_loss and self._take_their_number()
 
     def _meet(self) -> bool:
         """Whether samples meet each other by broadcasting, also of what was expanded before."""
@@ -278,14 +311,7 @@ class DependenceCall(OperatorArguments):
     def _take_their_number(self) -> bool:
         """Whether an operand is the number of samples, or that to some power."""
         plain = [*self.values.values()]
-        return any(map(self._is_their_number, plain)) and any(map(is_float, self.outputs))
-
-    def _is_their_number(self, value: Any) -> bool:
-        if type(value) not in (int, float) or not value or not math.isfinite(value):
-            return False
-        powers = (abs(value) ** power for power in (1, -1, 2, -2))
-        whole = [round(each) for each in powers if each < 1e9 and math.isclose(each, round(each), rel_tol=1e-9)]
-        return any(self._watch.counts_samples(each) for each in whole)
+        return any(map(self._watch.is_their_number, plain)) and any(map(is_float, self.outputs))
 
 
 def is_float(tensor: torch.Tensor) -> bool:
@@ -302,13 +328,15 @@ _RULES: tuple[tuple[Iterable[str], Callable[[DependenceCall], bool]], ...] = (
     (_BATCH_NORMS, DependenceCall._batch_norm),
     (("embedding", "_embedding_bag"), DependenceCall._is_scaled_by_counts),
     (("constant_pad_nd",), DependenceCall._pads),
-    (_POOLS, DependenceCall._pools),
+    (_POOLS | _RESIZING, DependenceCall._pools),
     (_DECOMPOSITIONS, DependenceCall._decomposes),
     (("_cdist_forward", "_euclidean_dist", "_pdist_forward"), DependenceCall._distances),
     (_TAKING, DependenceCall._takes_shuffled),
     (_PUTTING, DependenceCall._puts),
     (_VIEWING, DependenceCall._halves),
     (_SUMMING_BY_PLACE, DependenceCall._sums_by_place),
+    (("_unique2",), DependenceCall._along),
+    (("repeat",), DependenceCall._repeats),
     (("mkldnn_rnn_layer",), DependenceCall._takes_as_time),
-    (_COUNTING, DependenceCall._counts),
+    (_FILLING, DependenceCall._fills),
 )

@@ -5,6 +5,7 @@ What each operator does is in `dependence_rules`, and in `sample_blocks` in whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,13 +15,18 @@ from typing import Any
 import torch
 
 from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.fx.fakes import is_fake, is_of_no_world, real_world
 from roundpipe.fx.locations import model_location, with_source
 from roundpipe.fx.passes.assumed_sizes import with_assumed_size
 from roundpipe.fx.passes.dependence_rules import DependenceCall, is_float
 from roundpipe.fx.passes.sample_blocks import Blocks, blocks_made
+from roundpipe.fx.passes.ways_made import WaysMade
 from roundpipe.fx.sizes import flat_tensors
 
 SUMS, ROWS, DEEP = 1, 2, 3
+SEVERAL = -1
+_LEAST_TOLD = 60
+"""A number of samples that is no other number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class Known:
     of_floats: bool = False
     """Whether they were no integers."""
     is_weight: bool = False
+    is_stored: bool = False
+    """Whether it is a weight, a buffer or another tensor that is there before a call, or made of such alone."""
     is_shuffle: bool = False
     """Whether it is another order of samples, a random one or from the last."""
     is_learned: bool = False
@@ -45,12 +53,12 @@ class Known:
     blocks: Blocks = ()
     """How the rows of its samples are ordered, if not side by side."""
     sample: int | None = None
-    """The only sample that it is made of."""
+    """The only sample that it is made of; `SEVERAL` if it has some beside each other."""
     states: frozenset[str] = frozenset()
     """Buffers of the model's of whose values it is made."""
 
 
-NOTHING = Known()
+NOTHING, STORED = Known(), Known(is_stored=True)
 
 
 class DependenceWatch(TorchDispatchMode):
@@ -58,7 +66,9 @@ class DependenceWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, prime: int, number: int, *, has_others: bool = False, is_of_loss: bool = False) -> None:
+    def __init__(
+        self, prime: int, number: int, *, has_others: bool = False, is_of_loss: bool = False, has_lists: bool = False
+    ) -> None:
         super().__init__()
         self.prime = prime
         self.number = number
@@ -66,6 +76,8 @@ class DependenceWatch(TorchDispatchMode):
         """Whether there are arguments with another number of something than there are samples, such as of images."""
         self.is_of_loss = is_of_loss
         """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
+        self._ways = None if has_lists or is_of_loss else WaysMade(self.sample_of)
+        """Not where lists have something of its own for each sample."""
         self._known: dict[int, Known] = {}
         self._alive: list[torch.Tensor] = []
         self.place = ""
@@ -87,7 +99,7 @@ class DependenceWatch(TorchDispatchMode):
 
     def put_buffer(self, tensor: torch.Tensor, name: str, *, is_torchs: bool) -> None:
         """Follow what becomes of a buffer, which may be one that code of torch's own has put into a module."""
-        self.put(tensor, Known(states=frozenset({name})))
+        self.put(tensor, replace(STORED, states=frozenset({name})))
         self._buffer_at[tensor.untyped_storage()._cdata] = name
         if is_torchs:
             self._torchs.add(name)
@@ -107,7 +119,12 @@ class DependenceWatch(TorchDispatchMode):
             self._written.update(buffers)
 
     def known(self, tensor: torch.Tensor) -> Known:
-        return self._known.get(id(tensor), NOTHING)
+        return self._known.get(id(tensor)) or (NOTHING if is_fake(tensor) else STORED)
+
+    def sample_of(self, tensor: torch.Tensor) -> int | None:
+        """The one sample that a tensor is made of; None if there are several, or none."""
+        sample = self.known(tensor).sample
+        return None if sample == SEVERAL else sample
 
     def counts_samples(self, size: int) -> bool:
         return size > 0 and size % self.prime == 0
@@ -127,6 +144,18 @@ class DependenceWatch(TorchDispatchMode):
     def is_shuffle(self, tensor: torch.Tensor) -> bool:
         """Whether it is another order of samples."""
         return self.known(tensor).is_shuffle
+
+    def is_stored(self, tensor: torch.Tensor) -> bool:
+        """Whether it was there before the call, or is made of such tensors alone."""
+        return self.known(tensor).is_stored
+
+    def is_their_number(self, value: Any) -> bool:
+        """Whether a number is that of the samples, or that to some power; small ones may be anything."""
+        if type(value) not in (int, float) or not value or not math.isfinite(value) or self.number < _LEAST_TOLD:
+            return False
+        powers = (abs(value) ** power for power in (1, -1, 2, -2))
+        whole = [round(each) for each in powers if each < 1e9 and math.isclose(each, round(each), rel_tol=1e-9)]
+        return any(map(self.counts_samples, whole))
 
     def compares(self, tensor: torch.Tensor) -> bool:
         """Whether it is made of a comparison of samples."""
@@ -162,7 +191,7 @@ class DependenceWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._note_decision(args[0])
+            self.note_decision(args[0])
         out = with_assumed_size(func, args, self.counts_samples)
         if out is None:
             out = func(*args, **kwargs)
@@ -170,19 +199,33 @@ class DependenceWatch(TorchDispatchMode):
             inputs = flat_tensors(args, kwargs)
             if not hasattr(func, "_schema"):
                 self.carry(inputs, outputs)
+            elif func is torch.ops.aten.lift_fresh.default and is_of_no_world(args[0]):
+                self._note_made(outputs[0], args[0])
             else:
                 self._note(DependenceCall(self, func, args, kwargs, outputs))
         return out
 
-    def _note_decision(self, tensor: torch.Tensor) -> None:
+    def note_decision(self, tensor: torch.Tensor) -> None:
         """Python asks for a number made of several samples. How many there are of something each piece may ask for."""
         known = self.known(tensor)
         if known.level and known.of_floats:
             self.decision = self.decision or f"{known.where}, on which a decision depends"
 
+    def _note_made(self, made: torch.Tensor, data: torch.Tensor) -> None:
+        """Python makes a tensor of numbers, which may be others for each sample, or be how many there are."""
+        with real_world():
+            rows = [data.movedim(dim, 0) for dim in self.dims(made)]
+            differ = any(bool((each != each[:1]).any()) for each in rows)
+            is_number = data.numel() > 0 and self.is_their_number(data.flatten()[0].item()) and is_float(data)
+            if differ or is_number:
+                self.put(made, Known(SUMS, f"a tensor of numbers in {self._where()}", of_floats=is_float(data)))
+            if self._ways is not None:
+                self._ways.note_made(made, data)
+
     def _note(self, call: DependenceCall) -> None:
         is_reversed = call.name == "arange" and (call.values.get("step") or 1) < 0
-        if (call.name == "randperm" or is_reversed) and self.dims(call.output):
+        is_order = call.name in ("randperm", "tril_indices", "triu_indices") or is_reversed
+        if is_order and self.dims(call.output):
             self.put(call.output, Known(is_shuffle=True))
             return
         mixes = False
@@ -191,13 +234,17 @@ class DependenceWatch(TorchDispatchMode):
             mixes = call.mixes()
             blocks = blocks_made(call, self.number, lambda tensor: self.known(tensor).blocks)
         mixes = mixes or self._meet(call.sources, joins=call.name in ("cat", "stack"))
+        mixes = self._differ(call) or mixes
         of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
         found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING
-        self.carry(
-            call.sources, call.outputs, found, takes_integers=call.takes_integers, bends=call.bends(), blocks=blocks
-        )
+        mixed = {id(tensor) for tensor in call.mixed}
+        for tensor in call.outputs:
+            does = found if id(tensor) in mixed else NOTHING
+            self.carry(
+                call.sources, [tensor], does, takes_integers=call.takes_integers, bends=call.bends(), blocks=blocks
+            )
         if call.func._schema.is_mutable:
-            self._note_writes(call)
+            self._note_writes(call, found)
         with suppress(LookupError, TypeError, AttributeError, ValueError):
             for tensor, sample in zip(call.outputs, call.samples_taken, strict=True):
                 if sample is not None:
@@ -217,13 +264,24 @@ class DependenceWatch(TorchDispatchMode):
         has_others = any(known[id(tensor)].sample is None and self.dims(tensor) for tensor in tensors)
         if len({each.sample for each in single}) > 1 and not joins:
             return True
-        return has_others and any(each.is_learned for each in single)
+        return has_others and any(each.is_learned and each.sample != SEVERAL for each in single)
 
-    def _note_writes(self, call: DependenceCall) -> None:
+    def _differ(self, call: DependenceCall) -> bool:
+        """Whether it joins samples of which something else was made of each."""
+        if self._ways is None:
+            return False
+        taken: list[int | None] = [None] * len(call.outputs)
+        with suppress(LookupError, TypeError, AttributeError, ValueError):
+            taken = call.samples_taken
+        is_mutable = call.func._schema.is_mutable
+        target = self.sample_of(call.inputs[0]) if is_mutable and call.inputs else None
+        return self._ways.note(call, taken, target)
+
+    def _note_writes(self, call: DependenceCall, found: Known) -> None:
         for tensor in call.written:
             if (base := tensor._base) is not None and base is not tensor:
                 sample = self.known(base).sample  # others are beside the one that is written
-                self.carry([base, *call.sources], [base], takes_integers=True)
+                self.carry([base, *call.sources], [base], found, takes_integers=True)
                 self.put(base, replace(self.known(base), sample=sample))
             if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
                 self.note_written(name, [value for value in call.inputs if value is not tensor])
@@ -251,7 +309,7 @@ class DependenceWatch(TorchDispatchMode):
         are_weights = bool(known) and all(each.is_weight for _, each in known)
         are_shuffles = bool(known) and all(each.is_shuffle for _, each in known)
         of_all = any(each.sample is None and self.dims(tensor) for tensor, each in known)
-        samples = {each.sample for _, each in known if not of_all} - {None}
+        samples = {each.sample for _, each in known if each.sample is not None and not of_all}
         states = frozenset().union(*(each.states for _, each in known))
         ordered = [blocks, *(each.blocks for _, each in known if each.blocks)]
         for tensor in outputs:
@@ -265,6 +323,7 @@ class DependenceWatch(TorchDispatchMode):
             result = replace(
                 result,
                 is_weight=are_weights,
+                is_stored=bool(known) and all(each.is_stored for _, each in known),
                 is_shuffle=are_shuffles,
                 is_learned=is_learned,
                 sums_learned=any(own.sums_learned for _, own in known)
@@ -273,11 +332,17 @@ class DependenceWatch(TorchDispatchMode):
                 and not self.dims(tensor),
                 is_bent=bends or any(own.is_bent for _, own in known),
                 states=states,
-                sample=next(iter(samples)) if len(samples) == 1 else None,
+                sample=self._one_of(samples, tensor),
                 blocks=next((each for each in ordered if any(self._fits(size, each) for size in tensor.shape)), ()),
             )
             if result != NOTHING or self.known(tensor) != NOTHING:
                 self.put(tensor, result)
+
+    def _one_of(self, samples: set[int], made: torch.Tensor) -> int | None:
+        """The sample that something is made of, if it is one; `SEVERAL` are fewer than all."""
+        if len(samples) > 1:
+            return None if any(size and size % self.number == 0 for size in made.shape) else SEVERAL
+        return next(iter(samples), None)
 
     def _where(self) -> str:
         line = "unknown" if self.caller is None else model_location(self.caller)

@@ -7,6 +7,9 @@ not belong to one sample any more. What integers from there are is left open as 
 from, as those of tokens sorted by expert are. Products and the like of two sums are told of, too, if both are made by
 weights, such as the load balancing of experts: those of microbatches don't add up to it.
 
+Where the model's code has asked for the number of samples, its graph has it as a constant, and the code runs in its
+place. So it does where there is no graph.
+
 Losses of `loss_fn` are looked at in the same way, where `sample_mixing`, which knows more of what is allowed there, has
 nothing to tell.
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,13 +32,15 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing
 from roundpipe.core.module_tree import modules_in, named_modules_in
+from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of, writes_buffers
-from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.alike import module_key
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
-from roundpipe.fx.passes.dependence_watch import ROWS, DependenceWatch, Known
+from roundpipe.fx.passes.data_of_fakes import DataOfFakes
+from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
 from roundpipe.fx.sizes import Symbolic, flat_tensors
@@ -45,6 +50,8 @@ _PER_PRIME = 4
 _WITH_THIRDS = 12
 """The same where code can't run on so many, such as one that takes a batch of three parts."""
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
+_SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
+"""For code that can't run on many more samples than the example's, such as with a table for so many at most."""
 _CPU = torch.device("cpu")
 
 
@@ -61,6 +68,12 @@ class SampleDependence:
     single: frozenset[trees.Path] = frozenset()
     """Places of outputs that are made of one sample alone, as where a list has one for each."""
 
+    def confirmed_by(self, other: SampleDependence) -> SampleDependence:
+        """What was found with another number of samples, too."""
+        blocks = {path: each for path, each in self.blocks.items() if other.blocks.get(path) == each}
+        where = self.where if other.where == self.where else ""
+        return SampleDependence(where, self.bent & other.bent, blocks, self.single & other.single)
+
 
 def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     """What a graph shows of that.
@@ -69,21 +82,42 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     all of them, such as a loss; what weights make of samples that were mixed before is told of there, too.
     """
     samples = arguments_of_samples(traced)
-    primes = _usable_primes(traced, samples)[:2]
-    if not samples or len(primes) < 2:
+    if not samples:
         return SampleDependence()
+    found = SampleDependence()
+    primes, small = _usable_primes(traced, samples), _small_primes(traced, samples)
     with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
-        run = _DependenceRun(traced, samples, primes[0])
-        found, per_prime = run.found(), _PER_PRIME
-        if run.has_failed and found == SampleDependence():
-            per_prime = _WITH_THIRDS
-            found = _DependenceRun(traced, samples, primes[0], per_prime=per_prime).found()
-        if found != SampleDependence():
-            again = _DependenceRun(traced, samples, primes[1], per_prime=per_prime).found()
-            blocks = {path: each for path, each in found.blocks.items() if again.blocks.get(path) == each}
-            where = found.where if again.where == found.where else ""
-            return SampleDependence(where, again.bent & found.bent, blocks, again.single & found.single)
-    return SampleDependence()
+        for usable, per_prime in ((primes, _PER_PRIME), (primes, _WITH_THIRDS), (small, 1)):
+            if len(usable) < 2:
+                continue
+            run = _DependenceRun(traced, samples, usable[0], per_prime=per_prime)
+            found = run.found()
+            if found != SampleDependence():
+                found = found.confirmed_by(_DependenceRun(traced, samples, usable[1], per_prime=per_prime).found())
+            if found != SampleDependence() or not run.has_failed:
+                break
+    if not found.where and not symbols_of_samples(samples):
+        found = replace(found, where=where_code_mixes(traced))
+    return found
+
+
+def where_code_mixes(traced: TracedGraph) -> str:
+    """What mixes samples in the model's code, which runs in place of its graph, with the graph's arguments.
+
+    Code that has asked for the number of samples may do something else at another number, which no graph tells.
+    """
+    samples = arguments_of_samples(traced)
+    large, small = (_usable_primes(traced, samples), _small_primes(traced, samples)) if samples else ([], [])
+    for usable, per_prime in ((large, 1), (large, _PER_PRIME), (small, 1)):
+        found: list[str] = []
+        for prime in usable[:2]:
+            with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
+                found.append(_DependenceRun(traced, samples, prime, per_prime=per_prime).where_in_code())
+            if not any(found):
+                break
+        if found:
+            return found[0] if len(found) == 2 and found[0] == found[1] else ""
+    return ""
 
 
 def mixing_of_samples(
@@ -104,13 +138,21 @@ def mixing_of_samples(
     return found[0] if len(found) == 2 and found[0] == found[1] else None
 
 
-def _usable_primes(traced: TracedGraph, samples: Iterable[Node]) -> list[int]:
+def _small_primes(traced: TracedGraph, samples: Mapping[Node, torch.Tensor]) -> list[int]:
+    """Usable ones, those up to the example's number of samples first, the largest of them in front."""
+    number = hint(next(iter(samples.values())).shape[0])
+    usable = _usable_primes(traced, samples, _SMALL_PRIMES)
+    return sorted(usable, key=lambda prime: (prime > number, abs(prime - number)))
+
+
+def _usable_primes(traced: TracedGraph, samples: Iterable[Node], primes: Iterable[int] = _PRIMES) -> list[int]:
     """Those that divide no size beside the number of samples."""
-    sizes = {size for tensor in (*traced.model.parameters(), *traced.model.buffers()) for size in tensor.shape}
+    stored = (*traced.model.parameters(), *traced.model.buffers(), *_tensors(traced.constants.values()))
+    sizes = {size for tensor in stored for size in tensor.shape}
     for node in traced.placeholders:
         if isinstance(value := value_of(node), torch.Tensor):
             sizes.update(map(hint, value.shape[1:] if node in samples else value.shape))
-    return [prime for prime in _PRIMES if all(size % prime or not size for size in sizes)]
+    return [prime for prime in primes if all(size % prime or not size for size in sizes)]
 
 
 class _DependenceRun(GraphInterpreter):
@@ -132,7 +174,13 @@ class _DependenceRun(GraphInterpreter):
         self._traced, self._samples, self._number = traced, frozenset(samples), per_prime * prime
         others = (value_of(node) for node in traced.placeholders if node not in self._samples)
         has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
-        self._watch = DependenceWatch(prime, self._number, has_others=has_others, is_of_loss=bool(learned))
+        self._watch = DependenceWatch(
+            prime,
+            self._number,
+            has_others=has_others,
+            is_of_loss=bool(learned),
+            has_lists=_has_lists(traced.arguments, self._samples),
+        )
         self._made: dict[Hashable, Any] = {}
         """By kind of module and of what it is called with, what it gives."""
         self._mode = static_mode()
@@ -155,8 +203,30 @@ class _DependenceRun(GraphInterpreter):
         places = {path: self.values[node] for path, node in self._traced.output_places.items()}
         tensors = {path: value for path, value in places.items() if isinstance(value, torch.Tensor)}
         blocks = {path: self._watch.blocks(tensor) for path, tensor in tensors.items()}
-        single = frozenset(path for path, tensor in tensors.items() if self._watch.known(tensor).sample is not None)
+        single = frozenset(path for path, tensor in tensors.items() if self._watch.sample_of(tensor) is not None)
         return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each}, single)
+
+    def where_in_code(self) -> str:
+        """What the model's own code shows, which runs in place of the graph."""
+
+        def given(leaf: Any) -> Any:
+            return values[leaf.name] if isinstance(leaf, OutputValue) else leaf
+
+        twin = self._attributes.twin(self._traced.model)
+        with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
+            values = {node.name: self._example(node) for node in self._traced.placeholders}
+            args, kwargs = self._traced.arguments
+            args, kwargs = [trees.map_leaves(arg, given) for arg in args], trees.map_leaves(kwargs, given)
+            self._watch.place, self._watch.caller = f"the forward of {type(twin).__name__}", _call.__code__
+            try:
+                with self._watch, DataOfFakes(self._watch.note_decision):
+                    out = _call(twin, args, kwargs)
+            except Exception:  # it reads a number, say
+                if not self._watch.decision:
+                    raise
+                out = None
+        mixed = (where for each in flat_tensors(out) if (where := self._watch.mixed_in(each)))
+        return next(mixed, self._watch.decision)
 
     def mixing(self, scalars: Iterable[Node]) -> Mixing | None:
         """What losses show."""
@@ -173,6 +243,8 @@ class _DependenceRun(GraphInterpreter):
                 self.values[node] = self._value(node)
 
     def _value(self, node: Node) -> Any:
+        if isinstance(value_of(node), torch.SymFloat) and (tensors := self._operands_of(node)):
+            return tensors[0]  # a number that was read out of a tensor, or is made of such, has what it is made of
         if node.op == "placeholder" or isinstance(value_of(node), Symbolic):
             value = self._example(node)
             if node in self._learned:
@@ -197,6 +269,11 @@ class _DependenceRun(GraphInterpreter):
                 if node.op == "call_module" and writes_buffers(node):
                     self._watch.put_state(value, self._buffers_of(str(node.target)))
             return value
+
+    def _operands_of(self, node: Node) -> list[torch.Tensor]:
+        """Tensors that a node takes, those made of several samples first."""
+        tensors = flat_tensors(*self.operands(node.args, node.kwargs))
+        return sorted(tensors, key=lambda tensor: -self._watch.known(tensor).level)
 
     def _buffers_of(self, target: str) -> list[str]:
         """Names of the buffers in a module, but for those of torch's own modules."""
@@ -226,10 +303,12 @@ class _DependenceRun(GraphInterpreter):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = fake_of(self._mode, tensor, _CPU)
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
-            self._watch.put(fake, Known(is_weight=True))
+            self._watch.put(fake, replace(STORED, is_weight=True))
         elif (name := self._buffers.get(id(tensor))) is not None:
             owner = self._traced.model.get_submodule(name.rpartition(".")[0])
             self._watch.put_buffer(fake, name, is_torchs=_is_torchs(owner))
+        else:
+            self._watch.put(fake, STORED)
         return fake
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -242,7 +321,8 @@ class _DependenceRun(GraphInterpreter):
             self._watch.caller = _call.__code__
             with python_restored(modules_in(twin)):
                 before = dict(twin.named_buffers())
-                self._made[key] = _call(twin, args, kwargs)
+                with DataOfFakes(self._watch.note_decision):
+                    self._made[key] = _call(twin, args, kwargs)
                 self._note_replaced(str(node.target), twin, before)
         return self._made[key]
 
@@ -263,6 +343,19 @@ def _has_other_parts(node: Node, value: Any) -> bool:
     if getattr(node.target, "__name__", node.target) != "split" or not isinstance(value, (list, tuple)):
         return False
     return len({user.args[1] for user in node.users if user.target is operator.getitem}) != len(value)
+
+
+def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
+    """Whether a list or tuple among arguments has as many entries as there are samples."""
+    numbers = {hint(value.shape[0]) for node in samples if isinstance(value := value_of(node), torch.Tensor)}
+
+    def is_or_has(value: Any) -> bool:
+        if isinstance(value, (list, tuple)) and len(value) in numbers:
+            return True
+        return any(is_or_has(child) for _, child in trees.children(value) or ())
+
+    args, kwargs = arguments or ((), {})
+    return any(map(is_or_has, (*args, *kwargs.values())))
 
 
 def _is_torchs(module: nn.Module) -> bool:

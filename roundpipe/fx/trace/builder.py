@@ -23,6 +23,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
+from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.values import UNKNOWN, ValueReader
 from roundpipe.fx.locations import model_location
@@ -75,6 +76,17 @@ class GraphBuilder:
             self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
             self.bind(leaf, node)
         self.traced.uncut = self._uncut()
+        self.traced.arguments = self._named_arguments()
+
+    def _named_arguments(self) -> Any:
+        """The arguments with names of placeholders in place of tensors."""
+        args, kwargs = self.world.arguments
+        names = iter(self.traced.input_paths)
+
+        def named(value: Any) -> Any:
+            return trees.map_tensors(value, lambda _: OutputValue(next(names)))
+
+        return tuple(map(named, args)), {name: named(value) for name, value in kwargs.items()}
 
     def _uncut(self) -> frozenset[str]:
         """Inputs that are as long in the batch of which the example is a piece, if others are not."""
