@@ -63,7 +63,6 @@ OPERATIONS = {
     "product": lambda there, here: there[0] * here[0] + there[1],
     "joined": lambda there, here: torch.cat([there[0], here[0]]),
     "result given": lambda there, here: torch.add(there[0], there[1], out=here[0]),
-    "joined scalars": lambda there, here: torch.stack([there[0][0, 0], here[0][0, 0]]).norm(),
     "matrix": lambda there, here: there[0] @ here[0].T,
     "where": lambda there, here: torch.where(here[0] > 0, there[0], 0.0),
     "scalar": lambda there, here: here[0][0, 0].add_(there[0][0, 0]),
@@ -89,6 +88,16 @@ def test_results_and_writes_are_those_of_the_host(name, marked):
             assert found is here[0]
         if expected is expected_there[0]:
             assert found is there[0]
+
+
+def test_scalars_of_two_places_are_joined_without_a_reason_to_go_home(marked):
+    """As with the norm of gradients, of which some are on the device."""
+    there, here = tensors()[0], tensors(1)[0]
+    expected = torch.stack([there[0, 0], here[0, 0]]).norm()
+    marked.add(there)
+    with as_on_host({torch.device("cpu")}) as mix:
+        assert torch.equal(torch.stack([there[0, 0], here[0, 0]]).norm(), expected)
+    assert not mix.has_mixed
 
 
 def test_what_is_in_one_place_or_goes_between_runs_as_it_is(marked):

@@ -37,7 +37,7 @@ class HostMix(TorchDispatchMode):
         super().__init__()
         self.devices = devices
         self.has_mixed = False
-        """Whether tensors of the host were used with those of a device."""
+        """Whether tensors of the host were used with those of a device, other than scalars."""
         self.looks = True
         """Whether operators may have tensors of several places."""
         self.step = contextlib.ExitStack()
@@ -65,13 +65,14 @@ class HostMix(TorchDispatchMode):
         if not there or not (here or is_apart):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        in_lists = {id(tensor) for tensor in _listed(func, args, kwargs)}  # elsewhere a scalar goes with any tensor
-        has_mixed = any(tensor.ndim or id(tensor) in written or id(tensor) in in_lists for tensor in here)
-        if not (has_mixed or is_apart):
+        in_list = {id(tensor) for tensor in _listed(func, args, kwargs)}
+        has_mixed = any(tensor.ndim or id(tensor) in written for tensor in here)  # a scalar goes with any tensor
+        joins = not in_list.isdisjoint(map(id, here))  # but for where it is joined with others, such as norms
+        if not (has_mixed or joins or is_apart):
             return func(*args, **kwargs)
         self.has_mixed |= has_mixed
         written_there = [tensor.device for tensor in there if id(tensor) in written]
-        on_host = has_mixed and not written_there
+        on_host = (has_mixed or joins) and not written_there
         return self._run(func, args, kwargs, written, None if on_host else (*written_there, there[0].device)[0])
 
     def _run(
