@@ -171,7 +171,7 @@ class ChainRunner(Runner):
             labels = [label for call in calls for label in call.labels]
             self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
         elif not any(each and each.loss_reduction for each in (training.options, self.config)):
-            kind_of_sum = functools.partial(self.tails.kind_of_sum, calls)
+            kind_of_sum = lambda: TailSource(self.model, logs=False).kind_of_sum(calls)  # noqa: E731 - asked once, and not kept
             self._loss_warnings.look_at_sum(training.loss_fn, weights, len(losses), kind_of_sum)
         calls[0].kept.put(1 if calls[0].counted is None else calls[0].counted.num_ranks)
         total = sum_losses(losses, scale)

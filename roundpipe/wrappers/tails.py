@@ -35,6 +35,7 @@ from roundpipe.fx.passes.counted_losses import CountedLosses, are_sums, count_lo
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
+from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.loss import (
     call_loss,
     change_of,
@@ -114,10 +115,15 @@ class _OtherGraphs(TraceError):
 
 
 class TailSource:
-    """Tails of one model's calls."""
+    """Tails of one model's calls.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        logs: whether it says why a loss has none.
+    """
+
+    def __init__(self, model: nn.Module, *, logs: bool = True) -> None:
         self._model = model
+        self._logs = logs
         self._known: list[_KnownTail] = []
         """The one used last first."""
         self._varying: dict[Any, dict[Dimension, None]] = {}
@@ -172,6 +178,7 @@ class TailSource:
         for call in as_means:
             call.mean = Mean(None, call.total_microbatches)
         counted = [self.counted(call) for call in as_means]
+        forget_worlds()  # of graphs that nobody runs
         if (mixing := self.mixing(as_means)) is not None:
             return None if mixing in ("sum", "differs") else mixing
         is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
@@ -273,6 +280,8 @@ class TailSource:
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing
+        if not self._logs:
+            return
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
 
 
