@@ -16,6 +16,8 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.core.module_tree import modules_in
+from roundpipe.effects.run_once import must_run_once
 from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
@@ -188,10 +190,13 @@ class HostRunner(Runner):
         return (total, merged) if training.return_outputs else total
 
     def _where_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What mixes samples in the model's own code, looked at once in each mode; not if no trace was tried."""
+        """What mixes samples in the model's own code, looked at once in each mode.
+
+        Not if no trace was tried, nor where the code uses up something, such as an iterator.
+        """
         mode = self.model.training
         if mode not in self._mixed:
-            is_tried = self.parts.cause is not None
+            is_tried = self.parts.cause is not None and not any(map(must_run_once, modules_in(self.model)))
             self._mixed[mode] = where_untraced_code_mixes(self.model, args, kwargs) if is_tried else ""
         return self._mixed[mode]
 
