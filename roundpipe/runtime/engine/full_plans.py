@@ -32,6 +32,7 @@ from roundpipe.runtime.engine.plans_beside import (
     PlansBeside,
     Stays,
     described,
+    homes_of,
     ids_in,
     is_all,
 )
@@ -117,9 +118,7 @@ class FullPlans:
             self.is_over |= call.config.residency != FULL  # or it would be asked at each call
             return streamed
         there = self._there(call)
-        if (kept := self._of(call)) is None or (
-            kept.found is not None and there and there != ids_in(call, kept.layers)
-        ):
+        if (kept := self._of(call)) is None or (there and not self._has_homes(call, kept, there)):
             kept = self._choose(call, streamed, streamed_s, budget_bytes, there)
             self._keep(call, kept)
             if kept.found is None and self._optimizer is not None and not self._optimizer.has_twins:
@@ -146,7 +145,7 @@ class FullPlans:
         if self._most_layers is not None or not self.wants(call) or not call.chain.example_elements:
             return None
         kept, there = self._of(call), self._there(call)
-        if kept is None or kept.found is None or there != ids_in(call, kept.layers):
+        if kept is None or kept.found is None or not self._has_homes(call, kept, there):
             is_unasked = config.residency != FULL and not call.is_evaluation
             if is_unasked and not optimizer.suits():
                 return None
@@ -229,6 +228,14 @@ class FullPlans:
         if self._optimizer is None or not self._optimizer.has_twins:
             return frozenset()
         return frozenset(self._optimizer.homes.keys() & map(id, itertools.chain.from_iterable(call.parameters)))
+
+    def _has_homes(self, call: Call, kept: KeptBeside, there: frozenset[int]) -> bool:
+        """Whether by a plan, if there is one, what lives on devices now would, and where it does."""
+        if kept.found is None or self._optimizer is None:
+            return True
+        homes = homes_of(call, kept.found.residency, kept.found.plan, self._costs.num_workers)
+        known = self._optimizer.homes
+        return homes.keys() == there and all(known[key] == worker for key, worker in homes.items())
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
