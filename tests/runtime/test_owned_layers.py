@@ -9,11 +9,12 @@ from roundpipe import Device, ExecutePlan
 from roundpipe.core.errors import ScheduleError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import make_schedule
-from roundpipe.planning.owned_plans import owned_plans
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.owned_plans import best_owned, owned_plans
+from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import choose_residency
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import StageCosts, plan_seconds
-from roundpipe.runtime.engine import plan_choice
 from tests.runtime.models import (
     DTYPE,
     assert_equal_bits,
@@ -179,15 +180,6 @@ def test_frozen_weights_stay_where_their_layers_run():
     assert min(moved) > 2 * LAYER_BYTES
 
 
-def test_the_planner_takes_such_a_plan_where_links_are_the_limit(monkeypatch):
-    monkeypatch.setattr(plan_choice, "OWNED_GAIN", -1e9)  # times vary here
-    memory_bytes = 23 * LAYER_BYTES // 4
-    expected, slow, _, _ = train(None, memory_bytes, residency="off")
-    found, moved, peaks, _ = train(None, memory_bytes)
-    assert_same(found, expected, atol=1e-5)
-    assert max(moved) < LAYER_BYTES < min(slow) and max(peaks) <= memory_bytes
-
-
 # Predictions
 
 
@@ -237,3 +229,23 @@ def test_what_stays_is_counted_on_the_device_that_has_it():
     assert 2 < len(some.layers) < 8 and some.peak_bytes(schedule, ranges) < most_bytes
     rotating = make_schedule(ExecutePlan(plan.forward, plan.fused, plan.backward), 2, 4)
     assert choose_residency(rotating, ranges, None).num_bytes == 8000
+
+
+@pytest.mark.parametrize(("link", "is_taken"), [(50.0, True), (400.0, False)])
+def test_the_planner_takes_such_a_plan_where_links_are_the_limit(link, is_taken):
+    """Each of two devices has room for half of the layers beside what it runs."""
+    profile, ranges, budget_bytes = HardwareProfile(link, link), StageCosts(costs()), 6_000
+
+    def predict(plan):
+        schedule = make_schedule(plan, 2, 4)
+        residency = choose_residency(schedule, ranges, budget_bytes)
+        return simulate(schedule, costs(), profile, residency=residency).seconds_per_step
+
+    arguments = {"num_workers": 2, "num_microbatches": 4, "memory_budget_bytes": budget_bytes}
+    rotating = choose_plan(costs(), predict=predict, link_bytes_per_s=link, **arguments)
+    found = best_owned(costs(), predict, 0.97 * predict(rotating), **arguments)
+    assert rotating.rotates and (found is not None) is is_taken
+    if found is not None:
+        stays = choose_residency(make_schedule(found, 2, 4), ranges, budget_bytes)
+        assert not found.rotates and len(stays.layers) == 8
+    assert best_owned(costs(frozen_bytes=0), predict, 1e9, **arguments) is None
