@@ -314,8 +314,8 @@ class LayerChain(nn.Sequential):
         self.example_elements = example_elements
         self.example_size = example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
-        self.odd_outputs: Mapping[Path, str] = {}
         self.without_samples: Mapping[Path, bool] = {}  # see `outputs_without_samples`
+        self.odd_outputs: Mapping[Path, str] = {}
         """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
         self.output_blocks: Mapping[Path, tuple[int, ...]] = {}
         """Tensors among the outputs that have rows of all samples several times over: rows per sample each time."""

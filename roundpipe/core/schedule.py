@@ -125,14 +125,17 @@ class Schedule:
                 indexes[position] = self.first_job + ring.before(number) - steps_back * len(self.jobs)
         return indexes
 
+    @cached_property
+    def _next(self) -> dict[int, Job]:
+        return dict(zip(self._before, self.jobs, strict=True))
+
     def worker_before(self, job_index: int) -> int:
         """The job that a job's worker runs before it; below `first_job`: in a step before."""
         return self._before[job_index - self.first_job]
 
     def worker_next(self, job_index: int) -> Job | None:
         """The job that a job's worker runs after it; None: it is the worker's last in this step."""
-        own = (job for job in self.jobs[job_index - self.first_job + 1 :] if job.worker == self.job(job_index).worker)
-        return next(own, None)
+        return self._next.get(job_index)
 
     def is_first(self, position: int) -> bool:
         """Whether a job, given by its position, is its worker's first in the step."""

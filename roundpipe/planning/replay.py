@@ -88,8 +88,8 @@ class StepReplay:
         self._update_bytes = trained * profile.update_bytes_per_parameter
         self._updates: list[Node] = []
         pairs = zip(schedule.rings, residency.on_rings(len(schedule.rings)), strict=True)
-        self._shares = [(ring.workers[0], share) for ring, share in pairs if share.optimizer_bytes and is_training]
-        """Of workers whose devices update what lives there."""
+        self._shares = {ring.workers[0]: share for ring, share in pairs if share.optimizer_bytes and is_training}
+        """By worker whose device updates what lives there."""
         self._home: dict[int, list[Node]] = {}
         """Of these workers, the new weights of the step before on their way to the host."""
         self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
@@ -162,7 +162,7 @@ class StepReplay:
             update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
             others.append(update)
-        for worker, share in self._shares:
+        for worker, share in self._shares.items():
             others += self._add_update_there(worker, share)
         step.ends += others
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
@@ -193,7 +193,7 @@ class StepReplay:
 
     def update_there_s(self, worker: int) -> float:
         """Seconds of an update on a worker's device."""
-        return sum(share.update_s(self._profile.device_bytes_per_s) for at, share in self._shares if at == worker)
+        return self._shares.get(worker, Share()).update_s(self._profile.device_bytes_per_s)
 
     def _add_update_there(self, worker: int, share: Share) -> list[Node]:
         """The update on a device, and its new weights on their way home, which the next update waits for."""

@@ -192,12 +192,9 @@ def choose_residency(
     for ring, share in zip(rings, trained.on_rings(len(rings)), strict=True):
         jobs = _RingJobs(ring, ring.of(schedule.jobs), ring.of(stages))
         own = {index: num_bytes for index, num_bytes in frozen.items() if any(index in job.layers for job in jobs.jobs)}
-        if budget_bytes is None:
-            stays = set(own)
-            ring_bytes.append(sum(own.values()) - _again(costs.layers, own, is_trained=False))
-        else:
-            stays, num_bytes = jobs.stays(own, costs.layers, budget_bytes - share.num_bytes)
-            ring_bytes.append(num_bytes)
+        left_bytes = None if budget_bytes is None else budget_bytes - share.num_bytes
+        stays, num_bytes = jobs.stays(own, costs.layers, left_bytes)
+        ring_bytes.append(num_bytes)
         chosen |= stays
     return trained.beside(chosen, ring_bytes)
 
@@ -210,14 +207,16 @@ class _RingJobs:
     jobs: Sequence[Job]
     stages: Sequence[StageCost]
 
-    def stays(self, frozen: Mapping[int, int], layers: Sequence[LayerCost], budget_bytes: int) -> tuple[set[int], int]:
+    def stays(
+        self, frozen: Mapping[int, int], layers: Sequence[LayerCost], budget_bytes: int | None
+    ) -> tuple[set[int], int]:
         """Of layers with so many bytes of frozen weights those that stay within a budget, and the bytes."""
         turn, left, rest = len(self.ring.workers), dict(frozen), {}
         weights = [stage.weight_bytes for stage in self.stages]
         beside_bytes = peak_bytes(self.stages, turn) - arena_bytes(weights, turn)
         all_bytes = sum(frozen.values()) - _again(layers, frozen, is_trained=False)
         none_left = [size - sum(frozen.get(each, 0) for each in job.layers) for size, job in self._visits(weights)]
-        if beside_bytes + all_bytes + arena_bytes(none_left, turn) <= budget_bytes:
+        if budget_bytes is None or beside_bytes + all_bytes + arena_bytes(none_left, turn) <= budget_bytes:
             return set(frozen), all_bytes
         stays: set[int] = set()
         there: set[SharedWeight] = set()

@@ -48,7 +48,7 @@ from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
-from roundpipe.wrappers.tails import TailSource, samples_of
+from roundpipe.wrappers.tails import TailSource, kind_of_sum, samples_of
 from roundpipe.wrappers.term_counts import count_loss, count_outputs, weighed_outputs
 from roundpipe.wrappers.variants import JointChain, JointChains
 
@@ -171,8 +171,8 @@ class ChainRunner(Runner):
             labels = [label for call in calls for label in call.labels]
             self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
         elif not any(each and each.loss_reduction for each in (training.options, self.config)):
-            kind_of_sum = lambda: TailSource(self.model, logs=False).kind_of_sum(calls)  # noqa: E731 - asked once, and not kept
-            self._loss_warnings.look_at_sum(training.loss_fn, weights, len(losses), kind_of_sum)
+            find_kind = functools.partial(kind_of_sum, self.model, calls)
+            self._loss_warnings.look_at_sum(training.loss_fn, weights, len(losses), find_kind)
         calls[0].kept.put(1 if calls[0].counted is None else calls[0].counted.num_ranks)
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total

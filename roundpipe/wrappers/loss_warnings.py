@@ -148,14 +148,8 @@ class LossWarnings:
             number: of its microbatches.
             find_kind: what the loss is, as far as its graph tells, which each function is asked for once.
         """
-        is_own = any(each.own is not None for each in weights)
-        if (
-            loss_fn is None
-            or self._has_warned
-            or is_own
-            or number == 1
-            or (code := code_of(loss_fn)) in self._looked_at
-        ):
+        is_own, code = any(each.own is not None for each in weights), code_of(loss_fn)
+        if loss_fn is None or self._has_warned or is_own or number == 1 or code in self._looked_at:
             return
         self._looked_at.add(code)
         kind = find_kind()

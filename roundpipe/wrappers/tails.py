@@ -172,18 +172,6 @@ class TailSource:
         known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn, call.kept.moved)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
 
-    def kind_of_sum(self, calls: Sequence[Call]) -> Mixing | Literal["mean"] | None:
-        """What a loss is that is added up over microbatches, as far as its graph tells: a mean, or how it mixes."""
-        as_means = [copy.copy(call) for call in calls]
-        for call in as_means:
-            call.mean = Mean(None, call.total_microbatches)
-        counted = [self.counted(call) for call in as_means]
-        forget_worlds()  # of graphs that nobody runs
-        if (mixing := self.mixing(as_means)) is not None:
-            return None if mixing in ("sum", "differs") else mixing
-        is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
-        return "mean" if is_mean else None
-
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
@@ -223,12 +211,12 @@ class TailSource:
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
-        mixing = _mixing(traced, call, examples) if call.weighs_terms else None
-        counted, whole, rowless = None, _whole(call.labels), call.chain.without_samples
+        counted, mixing, whole, rowless = None, None, _whole(call.labels), call.chain.without_samples
         if call.weighs_terms:
+            mixing = _mixing(traced, call, examples)
             counted = count_losses(traced, call.chain.own_losses, whole, rowless)
-        if counted is None and mixing is None and call.weighs_terms:
-            mixing = "sum" if are_sums(traced, whole, rowless) else self._numbers(call, examples)
+            if counted is None and mixing is None:
+                mixing = "sum" if are_sums(traced, whole, rowless) else self._numbers(call, examples)
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing
@@ -283,6 +271,19 @@ class TailSource:
         if not self._logs:
             return
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
+
+
+def kind_of_sum(model: nn.Module, calls: Sequence[Call]) -> Mixing | Literal["mean"] | None:
+    """What a loss is that is added up over microbatches, as far as its graph tells: a mean, or how it mixes samples."""
+    tails, as_means = TailSource(model, logs=False), [copy.copy(call) for call in calls]
+    for call in as_means:
+        call.mean = Mean(None, call.total_microbatches)
+    counted = [tails.counted(call) for call in as_means]
+    forget_worlds()  # of graphs that nobody runs
+    if (mixing := tails.mixing(as_means)) is not None:
+        return None if mixing in ("sum", "differs") else mixing
+    is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
+    return "mean" if is_mean else None
 
 
 def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:

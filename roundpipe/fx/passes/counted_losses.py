@@ -65,7 +65,7 @@ def count_losses(
     """What the graph of a `LossCall` tells, which is changed so that it weighs its terms; None: not enough.
 
     A function that returns weights beside its losses returns the losses alone, then. At the places ``whole`` the label
-    is not split.
+    is not split; ``rowless``: see `Rowless`.
     """
     of_label = _of_label(loss, rowless)
     result = loss.output
@@ -100,7 +100,7 @@ def mixing_of_losses(
         samples: places in ``(outputs, label)`` where the first dimension counts samples.
         of_model: how losses of the model's own do, by their places in the outputs.
         sizes: of the microbatches.
-        rowless: see there.
+        rowless: see `Rowless`.
     """
     places = {node: tuple(loss.input_paths[node.name][1:]) for node in loss.placeholders}
     with_samples = [node for node, path in places.items() if path in samples]

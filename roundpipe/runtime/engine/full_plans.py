@@ -33,7 +33,6 @@ from roundpipe.runtime.engine.plans_beside import (
     Stays,
     described,
     homes_of,
-    ids_in,
     is_all,
 )
 from roundpipe.runtime.engine.spec import Call
@@ -118,7 +117,7 @@ class FullPlans:
             self.is_over |= call.config.residency != FULL  # or it would be asked at each call
             return streamed
         there = self._there(call)
-        if (kept := self._of(call)) is None or (there and not self._has_homes(call, kept, there)):
+        if (kept := self._of(call)) is None or (there and not self._has_homes(call, kept.found, there)):
             kept = self._choose(call, streamed, streamed_s, budget_bytes, there)
             self._keep(call, kept)
             if kept.found is None and self._optimizer is not None and not self._optimizer.has_twins:
@@ -145,12 +144,12 @@ class FullPlans:
         if self._most_layers is not None or not self.wants(call) or not call.chain.example_elements:
             return None
         kept, there = self._of(call), self._there(call)
-        if kept is None or kept.found is None or not self._has_homes(call, kept, there):
+        if kept is None or kept.found is None or not self._has_homes(call, kept.found, there):
             is_unasked = config.residency != FULL and not call.is_evaluation
             if is_unasked and not optimizer.suits():
                 return None
-            found = self._plans(call, None, budget_bytes, optimizer, is_unasked=is_unasked).of_all()
-            if found is None or there != ids_in(call, found.residency.trained):
+            found = self._plans(call, None, budget_bytes, is_unasked=is_unasked).of_all()
+            if found is None or not self._has_homes(call, found, there):
                 return None
             self._keep(call, kept := KeptBeside(found))
             self._costs.record(call.chain).add_size(self._costs.elements(call))
@@ -163,11 +162,12 @@ class FullPlans:
         call: Call,
         streamed: ExecutePlan | None,
         budget_bytes: int,
-        optimizer: OptimizerFacts,
         *,
         is_unasked: bool,
         may_win: Callable[[Stays], bool] | None = None,
     ) -> PlansBeside:
+        optimizer = self._optimizer
+        assert optimizer is not None
         kind = PlansBeside if self._costs.num_workers == 1 else OwnedPlansBeside
         plans = kind(self._costs, call, streamed, budget_bytes, optimizer, is_unasked=is_unasked, may_win=may_win)
         plans.keep_homes(self._latest_plan if optimizer.has_twins else None)
@@ -190,7 +190,7 @@ class FullPlans:
         knows_memory = call.chain.example_elements or self._costs.record(call.chain).memory()
         if not (is_large and knows_memory and self._of(call) is None and optimizer.foresees() and self._may(call)):
             return False
-        plans = self._plans(call, streamed, int(ROOMY_SHARE * budget_bytes), optimizer, is_unasked=True)
+        plans = self._plans(call, streamed, int(ROOMY_SHARE * budget_bytes), is_unasked=True)
         if (found := plans.of_all()) is None or found.seconds > (1 + MOST_SLOWER) * streamed_s():
             return False
         self._tell(f"{described(call, found)} live on the device from the first step on")
@@ -209,7 +209,7 @@ class FullPlans:
             return
         kept.is_final = True
         is_unasked = call.config.residency != FULL
-        plans = self._plans(call, streamed, budget_bytes, self._optimizer, is_unasked=is_unasked)
+        plans = self._plans(call, streamed, budget_bytes, is_unasked=is_unasked)
         again, present_s = plans.of_those(there), plans.seconds(found)
         if again is None or again.plan == found.plan or again.seconds > (1 - AUTO_GAIN) * present_s:
             return
@@ -229,11 +229,11 @@ class FullPlans:
             return frozenset()
         return frozenset(self._optimizer.homes.keys() & map(id, itertools.chain.from_iterable(call.parameters)))
 
-    def _has_homes(self, call: Call, kept: KeptBeside, there: frozenset[int]) -> bool:
+    def _has_homes(self, call: Call, found: PlanBeside | None, there: frozenset[int]) -> bool:
         """Whether by a plan, if there is one, what lives on devices now would, and where it does."""
-        if kept.found is None or self._optimizer is None:
+        if found is None or self._optimizer is None:
             return True
-        homes = homes_of(call, kept.found.residency, kept.found.plan, self._costs.num_workers)
+        homes = homes_of(call, found.residency, found.plan, self._costs.num_workers)
         known = self._optimizer.homes
         return homes.keys() == there and all(known[key] == worker for key, worker in homes.items())
 
@@ -286,9 +286,7 @@ class FullPlans:
                 self._tell_step(call, stays, f"takes at least {seconds:.3g} s", limit_s)
             return False
 
-        plans = self._plans(
-            call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked, may_win=may_win
-        )
+        plans = self._plans(call, streamed, budget_bytes, is_unasked=is_trained_unasked, may_win=may_win)
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return KeptBeside(found)
         for found in self._candidates(call, plans, there):

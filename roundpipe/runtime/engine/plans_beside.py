@@ -6,7 +6,6 @@ is what is hidden the least. A parameter of several layers stays for all of them
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -136,12 +135,6 @@ class KeptBeside:
     def layers(self) -> frozenset[int]:
         """Those whose trained weights live on the device."""
         return self.found.residency.trained if self.found is not None else frozenset()
-
-
-def ids_in(call: Call, layers: Collection[int]) -> frozenset[int]:
-    """The parameters that are trained in some layers of a call's chain, by their identities."""
-    trained = call.trained
-    return frozenset(map(id, itertools.chain.from_iterable(trained.get(index, ()) for index in layers)))
 
 
 def homes_of(call: Call, residency: Residency, plan: ExecutePlan, num_workers: int) -> dict[int, int]:
