@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mo
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of, writes_buffers
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.alike import module_key
+from roundpipe.fx.passes.alike_calls import alike_calls_shared
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
 from roundpipe.fx.passes.data_of_fakes import DataOfFakes
 from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
@@ -219,7 +220,7 @@ class _DependenceRun(GraphInterpreter):
             args, kwargs = [trees.map_leaves(arg, given) for arg in args], trees.map_leaves(kwargs, given)
             self._watch.place, self._watch.caller = f"the forward of {type(twin).__name__}", _call.__code__
             try:
-                with self._watch, DataOfFakes(self._watch.note_decision):
+                with self._watch, DataOfFakes(self._watch.note_decision), self._alike_shared(twin):
                     out = _call(twin, args, kwargs)
             except Exception:  # it reads a number, say
                 if not self._watch.decision:
@@ -227,6 +228,17 @@ class _DependenceRun(GraphInterpreter):
                 out = None
         mixed = (where for each in flat_tensors(out) if (where := self._watch.mixed_in(each)))
         return next(mixed, self._watch.decision)
+
+    def _alike_shared(self, twin: nn.Module) -> AbstractContextManager[None]:
+        """Within the model's own code, too, one runs of modules that are alike: of those that are nodes of the graph."""
+        nodes = self._traced.graph.find_nodes(op="call_module")
+        names = dict.fromkeys(str(node.target) for node in nodes if not writes_buffers(node))
+        kinds: dict[nn.Module, Hashable] = {}
+        for name in names:
+            with suppress(AttributeError):
+                if not isinstance(module := twin.get_submodule(name), torch.jit.ScriptModule):
+                    kinds[module] = module_key(self._traced.attribute(name), name)
+        return alike_calls_shared(kinds, self._key)
 
     def mixing(self, scalars: Iterable[Node]) -> Mixing | None:
         """What losses show."""
