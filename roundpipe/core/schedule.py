@@ -161,6 +161,11 @@ class Schedule:
         job = self.job(job_index)
         return job_index - job.replica + microbatch % job.num_replicas
 
+    def sharers(self, job: Job) -> list[int]:
+        """The workers that share a job's stage, in the order of replicas."""
+        first = job.index - job.replica
+        return [self.job(index).worker for index in range(first, first + job.num_replicas)]
+
     def before(self, job: Job, microbatch: int) -> int | None:
         """The job of the stage before that runs a microbatch; None for the first stage."""
         behind = job.index - job.replica - 1

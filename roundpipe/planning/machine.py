@@ -61,6 +61,8 @@ class HardwareProfile:
     """What a device's own memory gives to updates of what lives there; inf: they are left out."""
     visit_s: float = 0.0
     """What a worker takes to begin a visit of a stage, beside what layers take and what it waits for."""
+    has_peers: bool = True
+    """Whether devices read each other's memory; gradients of a stage's replicas are then added up there."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
 

@@ -28,7 +28,6 @@ from roundpipe.planning.replayed import (
     CAUSES,
     Activity,
     Cause,
-    EarlierJob,
     FinishedSteps,
     JobWaits,
     Outputs,
@@ -36,6 +35,7 @@ from roundpipe.planning.replayed import (
     ReplayedStep,
     ReplayedWait,
 )
+from roundpipe.planning.replayed_releases import Releases
 from roundpipe.planning.residency import STREAMED, Residency, Share
 from roundpipe.planning.stage_costs import StageCosts, beside_bytes, num_trained
 
@@ -78,8 +78,8 @@ class StepReplay:
         self._optimizer = Link(profile.optimizer_bytes_per_s)
         conversion_bytes_per_s = min(profile.conversion_bytes_per_s, profile.optimizer_bytes_per_s)
         self._hand_over = Link(conversion_bytes_per_s)
-        self._added = [Link(conversion_bytes_per_s) for _ in range(num_workers)]
         self.stages = costs.of_jobs(schedule)
+        self._releases = Releases(self._queue, self._add_transfer, profile, self._down, costs.layers, self.stages)
         self._before = {at: ring.before(number) for ring in schedule.rings for number, at in enumerate(ring.positions)}
         """Per job, by its position, the one that its worker runs before it, maybe in the step before."""
         self._on_host = values_on_host(schedule, costs)
@@ -92,7 +92,6 @@ class StepReplay:
         """By worker whose device updates what lives there."""
         self._home: dict[int, list[Node]] = {}
         """Of these workers, the new weights of the step before on their way to the host."""
-        self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_runs: list[deque[Node]] = [deque(maxlen=2) for _ in range(num_workers)]
         """Of each worker, the last ops of its latest runs: of the one before the next, and of the one before that."""
         self._free_s = [0.0] * num_workers
@@ -134,7 +133,7 @@ class StepReplay:
         for position, job in enumerate(schedule.jobs):
             if job.replica == 0:
                 inputs, outputs = outputs, {}
-            earlier = self._earlier[job.worker]
+            earlier = self._releases.earlier[job.worker]
             weights = self._add_weights(step, position, pieces[position], gates[position])
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
@@ -148,13 +147,8 @@ class StepReplay:
             step.ends.append(last)
             if job.phase is Phase.FUSED or (schedule.kind != "train" and schedule.is_of_last_stage(job)):
                 losses.append(last)
-            gradients, gradient_bytes = None, self.stages[position].gradient_bytes
-            if gradient_bytes:
-                gradients = self._add_transfer("gradients", self._down[job.worker], gradient_bytes, job, None, 2, last)
-                others.append(gradients)
-            earlier.append(self._add_release(job, last, gradients, gradient_bytes))
-            if gradients is not None:
-                others.append(earlier[-1].settled)
+            if job.replica == job.num_replicas - 1:
+                others += self._releases.add(schedule.jobs, position, step.ends)
         self._queue.add(step.losses, *losses)
         self._queue.add(step.forwards, *(forwards or losses))
         if self._update_bytes:
@@ -168,28 +162,6 @@ class StepReplay:
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
         self._queue.add(Node(self._finish), *step.ends)
         self._queue.add(step.start, *([] if before is None else [before.losses, *updated]))
-
-    def _add_release(self, job: Job, last: Node, gradients: Node | None, gradient_bytes: int) -> EarlierJob:
-        """A job's end: its gradients become the optimizer's behind those of the jobs before it.
-
-        The worker goes on when those of the job before it are home.
-        """
-        earlier = self._earlier[job.worker]
-        settled, released = earlier[-1].settled if earlier else Node(), Node()
-        if not earlier:
-            self._queue.add(settled)
-        home = earlier[-1].gradients if earlier else None
-        self._queue.add(released, last, *([] if home is None else [home]))
-        if gradients is not None:
-            num_trained_there = sum(num_trained(self._costs.layers[layer]) for layer in job.layers)
-            num_bytes = self._profile.gradients_bytes_per_parameter * num_trained_there
-            after = gradients, settled
-            settled = Node()
-            if num_bytes:
-                settled = self._add_transfer("added", self._added[job.worker], num_bytes, job, None, 0, *after)
-            else:
-                self._queue.add(settled, *after)
-        return EarlierJob(job, last, gradients, gradient_bytes, settled, released)
 
     def update_there_s(self, worker: int) -> float:
         """Seconds of an update on a worker's device."""
@@ -265,7 +237,7 @@ class StepReplay:
         One of the worker's last two visits may have brought them: of the same layers, in the same step.
         """
         job = step.schedule.jobs[position]
-        earlier = list(self._earlier[job.worker])
+        earlier = list(self._releases.earlier[job.worker])
         are_there = any(step.schedule.has_job(one.job.index) and one.job.layers == job.layers for one in earlier)
         waits: list[Node] = []
         is_first = step.schedule.is_first(position)
@@ -392,7 +364,7 @@ class StepReplay:
         self._carried_bytes -= values.freed_bytes
 
     def _note_moved(self, step: ReplayedStep) -> None:
-        links = (self._up, self._down, [self._optimizer, self._hand_over, *self._added])
+        links = (self._up, self._down, [self._optimizer, self._hand_over, *self._releases.added])
         step.moved_bytes = tuple(sum(link.moved_bytes for link in group) for group in links)
 
     def _finish(self) -> None:

@@ -57,7 +57,7 @@ def predict(latest: LatestStep | None, session: Session, meters: Sequence[MeterR
     costs = plans.costs.of(chain, latest.elements, latest.tiles)
     knows_memory = any(cost.activation_bytes for cost in costs)
     overlaps = latest.overlaps and session.optimizer.is_async
-    profile = HardwareProfile(prefetch_across_steps=overlaps)
+    profile = HardwareProfile(prefetch_across_steps=overlaps, has_peers=engine.has_peers)
     residency, memory = latest.residency, None
     if knows_memory:
         stage_costs = StageCosts(costs, grain, is_alone=schedule.num_microbatches == 1)

@@ -252,11 +252,13 @@ def test_replicas_without_transfers_are_the_recurrence(seed):
     assert found.seconds_per_step == pytest.approx(plan_seconds(shared, costs, **machine), rel=0.002)
 
 
-def test_replicas_bring_weights_and_gradients_several_times():
-    replicated = make_schedule(replace(PLAN, replicas=[1, 1, 2, 1, 1, 2]), 4, 6)
-    once, twice = simulate(make_schedule(PLAN, 4, 6), UNIFORM), simulate(replicated, UNIFORM)
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_replicas_bring_weights_several_times_and_gradients_too_unless_they_are_added_up_there(has_peers):
+    replicated, profile = make_schedule(replace(PLAN, replicas=[1, 1, 2, 1, 1, 2]), 4, 6), HardwareProfile()
+    once = simulate(make_schedule(PLAN, 4, 6), UNIFORM)
+    twice = simulate(replicated, UNIFORM, replace(profile, has_peers=has_peers))
     assert twice.uploaded_bytes - once.uploaded_bytes == 200 + 200
-    assert twice.downloaded_bytes - once.downloaded_bytes == 200 + 200
+    assert twice.downloaded_bytes - once.downloaded_bytes == (0 if has_peers else 200 + 200)
 
 
 def test_frozen_layers_are_not_updated():

@@ -1,4 +1,4 @@
-"""Calls of modules that are alike while a model's own code runs on fakes: one of them runs, the others give the same."""
+"""Calls of modules that are alike, while a model's own code runs on fakes: one of them runs."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class _DependenceRun(GraphInterpreter):
         return next(mixed, self._watch.decision)
 
     def _alike_shared(self, twin: nn.Module) -> AbstractContextManager[None]:
-        """Within the model's own code, too, one runs of modules that are alike: of those that are nodes of the graph."""
+        """Within it, one runs of those nodes of the graph that are modules and alike, as in the graph itself."""
         nodes = self._traced.graph.find_nodes(op="call_module")
         names = dict.fromkeys(str(node.target) for node in nodes if not writes_buffers(node))
         kinds: dict[nn.Module, Hashable] = {}

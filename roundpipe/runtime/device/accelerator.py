@@ -86,7 +86,7 @@ class AcceleratorBackend(Backend):
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
         self._fragmentation_bytes = 0
-        self._num_failed = self._count("num_ooms")
+        self._num_failed = self._statistic("num_ooms")
         """Allocations that had failed on the device when `note_failure` last looked."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         if not idle:
@@ -98,17 +98,21 @@ class AcceleratorBackend(Backend):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        with torch.accelerator.device_index(self.device.index), self._on(Lane.COMPUTE):
+        with torch.accelerator.device_index(self.device.index), self.on(Lane.COMPUTE):
             yield
 
     @contextmanager
-    def _on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Lane) -> Iterator[None]:
         before = torch.accelerator.current_stream(self.device)
         torch.accelerator.set_stream(self._streams[lane])
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+    def is_peer(self, other: Backend) -> bool:
+        are_cuda = self.device.type == other.device.type == "cuda" and self.device != other.device
+        return _are_cuda_peers(self.device, other.device) if are_cuda else super().is_peer(other)
 
     # Memory
 
@@ -174,16 +178,16 @@ class AcceleratorBackend(Backend):
 
         How much was in use then is not known, but that it was no more than the peak.
         """
-        num_failed, self._num_failed = self._num_failed, self._count("num_ooms")
+        num_failed, self._num_failed = self._num_failed, self._statistic("num_ooms")
         if self._num_failed > num_failed:
             reserved_bytes = torch.accelerator.memory_reserved(self.device)
             unused_bytes = reserved_bytes - peak_allocated_bytes(self.device)
             self._fragmentation_bytes = max(self._fragmentation_bytes, unused_bytes)
 
     def num_retries(self) -> int:
-        return self._count("num_alloc_retries")
+        return self._statistic("num_alloc_retries")
 
-    def _count(self, what: str) -> int:
+    def _statistic(self, what: str) -> int:
         return int(torch.accelerator.memory_stats(self.device).get(what, 0))
 
     def begin_visit(self) -> None:
@@ -200,8 +204,8 @@ class AcceleratorBackend(Backend):
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
     ) -> torch.Tensor:
         source = source.detach()
-        self.moved_bytes[lane] += bytes_of(source)
-        with self._on(lane):
+        self._count(lane, bytes_of(source))
+        with self.on(lane):
             if target is not None:
                 return target.copy_(source, non_blocking=True)
             target = source.to(self.device, non_blocking=True, copy=True)
@@ -215,8 +219,8 @@ class AcceleratorBackend(Backend):
 
     def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD, *, is_inner: bool = False) -> torch.Tensor:
         source = source.detach()
-        self.moved_bytes[lane] += bytes_of(source)
-        with self._on(lane):
+        self._count(lane, bytes_of(source))
+        with self.on(lane):
             if source.layout is not torch.strided:
                 _check_host(lane, bytes_of(source))
                 return source.cpu()
@@ -230,7 +234,7 @@ class AcceleratorBackend(Backend):
             return target.copy_(source, non_blocking=True)
 
     def write_home(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with self._on(Lane.GRADIENTS), torch.no_grad():
+        with self.on(Lane.GRADIENTS), torch.no_grad():
             copy_all(((target, source) for source, target in copies), non_blocking=True)
 
     @contextmanager
@@ -292,6 +296,11 @@ class AcceleratorBackend(Backend):
     def random(self, seed: int) -> Iterator[None]:
         with SeededTorch(seed, torch.device("cpu")), SeededTorch(seed, self.device):
             yield
+
+
+@functools.cache
+def _are_cuda_peers(device: torch.device, other: torch.device) -> bool:
+    return torch.cuda.can_device_access_peer(device, other)
 
 
 def _cached_pinned_bytes() -> int:

@@ -14,6 +14,7 @@ Sources: the stream model is CUDA's; `torch.Stream` and `torch.Event` give it fo
 from __future__ import annotations
 
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -138,7 +139,8 @@ class Backend(ABC):
         self.name = name
         self.memory_budget_bytes = memory_budget_bytes
         self.moved_bytes = [0] * len(Lane)
-        """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
+        """By lane, bytes that copies were given to it for."""
+        self._moved_lock = threading.Lock()
 
     def take_budget(self) -> int | None:
         """The memory to plan for as it is now: others may have taken or given back some. At little cost."""
@@ -151,6 +153,19 @@ class Backend(ABC):
     def activate(self) -> AbstractContextManager[Any]:
         """Make the device and its COMPUTE stream current in the calling thread."""
         return nullcontext()
+
+    def _count(self, lane: Lane, num_bytes: int) -> None:
+        """A copy is given to a lane; GRADIENTS gets some from other threads than the worker's own."""
+        with self._moved_lock:
+            self.moved_bytes[lane] += num_bytes
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Give a lane what the calling thread has the device do inside; other devices' work goes where it went."""
+        return nullcontext()
+
+    def is_peer(self, other: Backend) -> bool:
+        """Whether the device reads another worker's memory without the host in between."""
+        return type(other) is type(self) and other.device == self.device
 
     # Memory
 
@@ -298,6 +313,11 @@ class Backend(ABC):
     @abstractmethod
     def random(self, seed: int) -> AbstractContextManager[Any]:
         """Draw random numbers from ``seed`` inside; the generator's state is as before afterwards."""
+
+
+def are_peers(backends: Sequence[Backend]) -> bool:
+    """Whether each reads the memory of all others."""
+    return all(one.is_peer(other) for one in backends for other in backends)
 
 
 def moved_at_once(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -200,7 +200,7 @@ class CpuBackend(Backend):
             target.copy_(source)
         clock.ticks += 1
         speed, num_bytes = self._speeds[lane], bytes_of(target)
-        self.moved_bytes[lane] += num_bytes
+        self._count(lane, num_bytes)
         if speed is not None:
             self._occupy_link(lane, num_bytes / speed, began_s)
         setattr(target, _STAMP, (clock.stream_id, clock.ticks, lane, self.name))

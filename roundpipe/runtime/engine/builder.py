@@ -82,6 +82,7 @@ class StepBuilder:
             measure=measure,
             chain=lambda: optimizer.times.all_on_host() if optimizer.is_async else None,
             visit_s=lambda: visit_seconds(engine.read_meters()),
+            has_peers=engine.has_peers,
         )
         self.plans.full.allow(self._may_live_there, optimizer)
         self.last_plan: ExecutePlan | None = None

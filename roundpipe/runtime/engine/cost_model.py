@@ -61,6 +61,7 @@ class MeasuredTimes(TypedDict, total=False):
     chain: Callable[[], ChainSeconds | None]
     visit_s: Callable[[], float]
     machine: HardwareProfile | None
+    has_peers: bool
 
 
 class CostModel:
@@ -73,6 +74,7 @@ class CostModel:
         measure: computes memory; None: that of the chain's costs is what is known.
         chain: what the optimizer's side takes of a round with all copies on the host; None: that is not known.
         visit_s: measured seconds that beginning a visit of a stage takes.
+        has_peers: whether all devices read each other's memory.
         machine: what takes the place of all that is measured of links, updates and visits, as in a forecast.
     """
 
@@ -86,9 +88,11 @@ class CostModel:
         chain: Callable[[], ChainSeconds | None] = lambda: None,
         visit_s: Callable[[], float] = lambda: 0.0,
         machine: HardwareProfile | None = None,
+        has_peers: bool = True,
     ) -> None:
         self.num_workers = num_workers
         self._machine = machine
+        self._has_peers = has_peers
         self._chain = chain
         self._visit_s = visit_s
         self._link_speeds = link_speeds
@@ -303,6 +307,7 @@ class CostModel:
             upload_bytes_per_s=up,
             download_bytes_per_s=down,
             visit_s=self._visit_s() if is_measured else 0.0,
+            has_peers=self._has_peers,
         )
         chain, num_parameters = self.chain_of(call), sum(map(num_trained, costs))
         if chain is None or not num_parameters:

@@ -22,7 +22,7 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.inventory import Inventory
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Phase
-from roundpipe.runtime.device.backend import Backend, UnplannedMemory
+from roundpipe.runtime.device.backend import Backend, UnplannedMemory, are_peers
 from roundpipe.runtime.device.host_threads import leave_cores
 from roundpipe.runtime.engine.allocator_room import RetryCounter
 from roundpipe.runtime.engine.host_values import HostGradients, HostValues
@@ -70,14 +70,14 @@ class Engine(Steps):
         self._workers = [
             Worker(
                 i,
-                backend,
+                backends,
                 f"{name} worker {i}",
                 gates,
                 self.steps,
                 self.twins.of_workers[i],
                 self.begin_host_work,
             )
-            for i, backend in enumerate(backends)
+            for i in range(len(backends))
         ]
         self._owners: list[tuple[weakref.ref[object], list[torch.nn.Module]]] = []
         """Chains and others that ran here, and their layers, which the workers and the host's side know of."""
@@ -89,6 +89,11 @@ class Engine(Steps):
         self.next_job = 0
         self.before_packing: Callable[[], None] = lambda: None
         """Called before weights are moved."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether all devices read each other's memory."""
+        return are_peers(self.backends)
 
     @property
     def num_workers(self) -> int:

@@ -23,6 +23,7 @@ from roundpipe.runtime.profiling.meter import Recorder
 from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.replica_sums import bring_sums
 
 CONVERTED_BYTES = 512 * 1024**2
 """Of gradients that are converted at once, at most, but for one that has more: weights that are written go before the
@@ -102,17 +103,20 @@ class GradientsHome:
     def _is_next(self, step: StepState, job: Job, pending: Download) -> bool:
         """Whether `_add` would wait for nothing."""
         waits = job.num_replicas > 1 or job.index in step.spec.tied_jobs or not step.has_scale
-        touched = {parameter for parameter, _, _ in pending.gradients}
+        touched = {*pending.parameters}
         is_first = self._steps.now()[:1] == [step]
         return not waits and is_first and self._gates.gradients.is_open(touched, step.closings[1])
 
     def _add(self, step: StepState, job: Job, pending: Download) -> None:
         """Add what a release brought down to the host's gradients; never raises."""
-        is_passed_on = False
+        is_passed_on, group = False, list[tuple[int, Download]]()
         try:
             who = f"{self._name} gradients"
             group = step.hand_in(job, pending, who)
-            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _, _ in each.gradients)]
+            if pending.addends is not None and not group:
+                step.wait_home(job, who)
+            bring_sums([each for _, each in group])
+            touched = [*dict.fromkeys(parameter for _, each in group for parameter in each.parameters)]
             if touched:
                 self._steps.wait_earlier(step, who)
                 self._gates.gradients.wait(touched, self._name, step.closings[1])
@@ -123,6 +127,8 @@ class GradientsHome:
             if not step.failed:
                 for _, each in group:
                     each.wait()
+                    each.drop_addends()
+                step.note_home(index for index, _ in group)
                 step.leaves_gradients = step.leaves_gradients or bool(touched)
                 for index, each in group:
                     with self._log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
@@ -139,6 +145,8 @@ class GradientsHome:
         except BaseException as error:
             step.cancel(error)
         finally:
+            for _, each in group:
+                each.drop_addends()
             with self._gates.board.lock:
                 self.is_bringing = False
                 self._gates.board.notify()

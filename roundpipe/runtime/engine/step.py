@@ -100,6 +100,8 @@ class StepState:
         self._loss_replicas = stages[-1].num_replicas if stages else 1
         self._downloads: dict[int, Download] = {}
         """By job, gradients that wait for those of the jobs that share its stage."""
+        self._home = set[int]()
+        """Jobs whose gradients were added up on devices, and came home."""
         self._lent = spec.arguments if spec.may_outlive_call else frozenset[str]()
         """Names whose values are the caller's own, which he may change once the call has returned."""
         self._num_reading = 0
@@ -185,6 +187,16 @@ class StepState:
         what = "gradients of other workers"
         self.board.wait(lambda: self.failed or all(index in self._downloads for index in sharers), who, what)
         return [] if self.failed else [(index, self._downloads.pop(index)) for index in sharers]
+
+    def note_home(self, jobs: Iterable[int]) -> None:
+        """What these jobs have left on their devices to be added up with each other's is home."""
+        with self.board.lock:
+            self._home.update(jobs)
+            self.board.notify()
+
+    def wait_home(self, job: Job, who: str) -> None:
+        """Return when what a job has left there is home, or the step has failed."""
+        self.board.wait(lambda: self.failed or job.index in self._home, who, "gradients of other workers")
 
     def wait_settled(self, jobs: Iterable[int], who: str) -> None:
         """Return when the gradients and buffers of these jobs are in host memory, or the step has failed."""

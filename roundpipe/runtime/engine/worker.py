@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import torch
 
 from roundpipe.core.errors import ClosedError, RoundPipeError, add_note, said
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
-from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY, Backend, Lane, are_peers
 from roundpipe.runtime.engine.arrivals import Arrivals, OpenVisit
 from roundpipe.runtime.engine.attempts import Attempts
 from roundpipe.runtime.engine.gradients_home import GradientsHome
@@ -36,7 +36,7 @@ from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
-from roundpipe.runtime.weights.residency import Arena, Visit
+from roundpipe.runtime.weights.residency import Arena
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Worker:
     def __init__(
         self,
         index: int,
-        backend: Backend,
+        backends: Sequence[Backend],
         name: str,
         gates: Gates,
         steps: RunningSteps,
@@ -56,14 +56,14 @@ class Worker:
         begin_host_work: Callable[[], None],
     ) -> None:
         self.index = index
-        self.backend = backend
+        self.backend = backend = backends[index]
+        self._backends = backends
         self.name = name
         self.arena = Arena(backend, twins)
         self.device = f"{backend.device} (worker {index})"
         """Its name in timelines."""
         self.meter = Meter(backend, self.device)
-        self._gates = gates
-        self._steps = steps
+        self._gates, self._steps = gates, steps
         self._thread = TaskThread(f"roundpipe {name}", self._break, gates.board)
         self._home = GradientsHome(name, self.device, gates, steps, self._break, begin_host_work)
         self._broken: BaseException | None = None
@@ -81,7 +81,8 @@ class Worker:
         self.pace = Pace(backend, self._in_flight, self._leaving)
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self.pace)
         self._arrivals = Arrivals(gates.weights, self.meter, name)
-        self._attempts = Attempts(backend, self.meter, self.pace, self.arena, self._visits)
+        visits = self._open.values()
+        self._attempts = Attempts(backend, self.meter, self.pace, self.arena, lambda: [each.visit for each in visits])
         self._was_idle = True
 
     # The engine
@@ -285,10 +286,6 @@ class Worker:
         else:
             self._release(step, task, self._open[job.index])
 
-    def _visits(self) -> Iterator[Visit]:
-        """Those that are begun."""
-        return (opened.visit for opened in self._open.values())
-
     def _run(self, step: StepState, opened: OpenVisit, microbatch: int) -> None:
         self.meter.at(opened.job, microbatch)
         self.meter.until("overhead")
@@ -370,7 +367,10 @@ class Worker:
             position = job.index - step.spec.schedule.first_job
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
-        was_whole, release = opened.visit.is_whole, partial(opened.visit.release, keeps_buffers, added)
+        sharers = [self._backends[worker] for worker in step.spec.schedule.sharers(job)]
+        may_sum = len(sharers) > 1 and job.phase is not Phase.FORWARD and are_peers(sharers)
+        note_sums = partial(self.meter.moved, Lane.GRADIENTS, "gradients of", job=job) if may_sum else None
+        was_whole, release = opened.visit.is_whole, partial(opened.visit.release, keeps_buffers, added, note_sums)
         pending, events, alive = self._attempts.do(step, task, release)
         if opened.stage is not None and (shared := opened.stage.shared.end()):
             self._in_flight.add(events[0], shared)

@@ -149,14 +149,15 @@ class Meter:
         self.until("activations", ended)
 
     def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment, job: Job, **args: Any) -> None:
-        """Note the copies for a job on a lane between two of its moments; with what is known of them beside."""
+        """Note the copies for a job on a lane between two of its moments; with what is known of them beside.
+
+        From any thread.
+        """
         if not num_bytes:
             return
         if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies
             self._unread.append(_Measured(lane, began, ended, num_bytes))
-        at, self._at = self._at, (job, None)
-        self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes, **args)
-        self._at = at
+        self._record(lane, f"{what} {{}}", began, ended, (job, None), bytes=num_bytes, **args)
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -169,17 +170,22 @@ class Meter:
             computing.piece += 1
             computing.begin()
 
-    def _record(self, lane: Lane, name: str, began: Moment, ended: Moment, **args: Any) -> None:
-        """Show work in the timeline, if one is recorded; ``{}`` in the name stands for the job it is part of."""
-        if self.recorder is None:
+    def _record(
+        self, lane: Lane, name: str, began: Moment, ended: Moment, at: tuple[Job, int | None] | None = None, **args: Any
+    ) -> None:
+        """Show work in the timeline, if one is recorded; ``{}`` in the name stands for the job it is part of.
+
+        That is what the worker is at, if nothing else is given.
+        """
+        if (recorder := self.recorder) is None:
             return
         title = ""
-        if self._at is not None:
-            job, microbatch = self._at
+        if (at := at or self._at) is not None:
+            job, microbatch = at
             title = f"{job}" if microbatch is None else f"{job} m{microbatch}"
             known = {} if microbatch is None else {"microbatch": microbatch}
             args = {"layers": [job.start, job.stop], "job": job.index, **known, **args}
-        self.recorder.add(DeviceWork(self.device, str(lane), name.format(title).strip(), began, ended, args))
+        recorder.add(DeviceWork(self.device, str(lane), name.format(title).strip(), began, ended, args))
 
     def _computed(self, part: str, layers: tuple[int, ...], began: Moment, piece: int) -> None:
         ended = self.backend.moment()
@@ -190,7 +196,7 @@ class Meter:
         counted = None if before is None or job is None else self._runs if job is before else self._visits
         self._unread.append(_Measured(Lane.COMPUTE, began, ended, gap=gap, counted=counted))
         name = "{} recompute" if part == "recompute" else "{}"
-        pieces = {"piece": piece} if piece else {}
+        pieces: dict[str, Any] = {"piece": piece} if piece else {}
         self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1], **pieces)
         if self.recorder is not None and gap is not None:
             self.recorder.add(gap)

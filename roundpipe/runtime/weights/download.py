@@ -13,6 +13,7 @@ from roundpipe.core.storages import is_plain
 from roundpipe.core.together import Together, scale_all
 from roundpipe.runtime.device.backend import Event, Moment
 from roundpipe.runtime.device.host_memory import convert
+from roundpipe.runtime.weights.replica_sums import Addends
 from roundpipe.runtime.weights.slots import Attribute
 
 
@@ -32,19 +33,33 @@ class Download:
     """Attributes of the original tree, downloaded value."""
     dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
     """Host parameter, what a forward converted it to, as some that route to experts do."""
+    addends: Addends | None = None
+    """Gradients that are added up with those of other replicas before they come; see `replica_sums`."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.gradients or self.buffers or self.dtypes)
+        return not (self.parameters or self.buffers or self.dtypes)
 
     @property
     def stays_there(self) -> bool:
         """Whether it brings nothing to the host: it has gradients of twins alone."""
-        return not (self.event or self.buffers or self.dtypes)
+        return not (self.event or self.buffers or self.dtypes or self.addends is not None and self.addends.gradients)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the host's, those that it has gradients of."""
+        own = [parameter for parameter, _, _ in self.gradients]
+        return own if self.addends is None else own + [parameter for parameter, _ in self.addends.gradients]
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+    def drop_addends(self) -> None:
+        """Give back the memory of what was added up on devices, behind that."""
+        if self.addends is not None:
+            self.wait()
+            self.addends = None
 
     def settle(self, scale: float = 1.0) -> None:
         """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers
 from roundpipe.runtime.weights.known_views import KnownViews
 from roundpipe.runtime.weights.replica import BoundLayer
+from roundpipe.runtime.weights.replica_sums import Addends, NoteMoved
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
 from roundpipe.runtime.weights.slots import ALIGNMENT, aligned
 from roundpipe.runtime.weights.twins import Twins
@@ -182,39 +184,38 @@ class Visit:
         for layer in self.layers:
             layer.unbind()
 
-    def release(self, keep_buffers: bool, added: Collection[int] = ()) -> tuple[Download, list[Event], list[Any]]:
+    def release(
+        self, keep_buffers: bool, added: Collection[int] = (), note_sums: NoteMoved | None = None
+    ) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
 
-        Gradients of layers at positions in ``added`` are dropped: an attempt before has brought them.
-
-        Returns the downloads, the events after which the memory may be written again, and the device tensors that
-        must live until then.
+        Gradients of layers at positions in ``added`` are dropped: an attempt before has brought them. With
+        ``note_sums`` they are left on the device, to be added up with other replicas'. Returns the downloads, events
+        after which the memory may be written again, and device tensors that must live until then.
         """
         backend = self._backend
         twins = self._residents.twins
-        download = Download(on_device=twins.activate())
         computed = backend.record(Lane.COMPUTE)
-        events = [computed]
+        addends = None if note_sums is None else Addends(backend, computed, note_sums)
+        download, events = Download(on_device=twins.activate(), addends=addends), [computed]
         sources: list[Any] = []
         backend.wait(Lane.GRADIENTS, computed)
         # links serve in order of arrival: the last values, which the next stage waits for, go before
         backend.wait(Lane.GRADIENTS, backend.record(Lane.DOWNLOAD))
-        began, moved_bytes = backend.moment(Lane.GRADIENTS), backend.moved_bytes[Lane.GRADIENTS]
+        began = backend.moment(Lane.GRADIENTS)
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             sources.append(tensor)
             return backend.download(tensor, Lane.GRADIENTS)
 
         for position, layer in enumerate(self.layers):
-            parameters = layer.parameters.items() if position not in added else ()
-            gradients = {slot: each.grad for slot, each in parameters if each.grad is not None}
+            parameters = {} if position in added else layer.parameters
+            gradients = {slot: each.grad for slot, each in parameters.items() if each.grad is not None}
             for host, gradient in zip(layer.weights.tensors_at(gradients), gradients.values(), strict=True):
-                holder = host
                 if twins and (twin := twins.get(host)) is not None:
-                    holder = twin.weights
-                else:
-                    gradient = copy(gradient)
-                download.gradients.append((host, holder, gradient))
+                    download.gradients.append((host, twin.weights, gradient))
+                elif addends is None or not addends.take(host, gradient):
+                    download.gradients.append((host, host, copy(gradient)))
             if keep_buffers and layer.is_bound:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
@@ -225,7 +226,7 @@ class Visit:
         if sources:
             download.event = backend.record(Lane.GRADIENTS)
             download.moments = began, backend.moment(Lane.GRADIENTS)
-            download.num_bytes = backend.moved_bytes[Lane.GRADIENTS] - moved_bytes
+            download.num_bytes = sum(map(bytes_of, sources))
             events.append(download.event)
         self.drop()
         return download, events, sources
