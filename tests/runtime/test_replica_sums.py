@@ -10,7 +10,7 @@ import roundpipe
 from roundpipe import Device, ExecutePlan
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.weights import replica_sums
+from roundpipe.runtime.weights import download, replica_sums
 from roundpipe.runtime.weights.download import Download
 from roundpipe.runtime.weights.replica_sums import Addends, bring_sums
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, mlp, square_loss
@@ -22,6 +22,7 @@ PLAN = ExecutePlan([(0, 1), (1, 3)], (3, 4), [(1, 3), (0, 1)], replicas=[2, 1, 3
 def few_at_once(monkeypatch):
     """Pieces of some numbers, so that small gradients have several."""
     monkeypatch.setattr(replica_sums, "PIECE_BYTES", 64)
+    monkeypatch.setattr(download, "PIECE_BYTES", 100)
 
 
 def downloads_of(replicas):
@@ -38,8 +39,8 @@ def downloads_of(replicas):
 
 
 def settled(downloads, parameters):
-    for download in downloads:
-        download.settle()
+    for piece in (piece for each in downloads for piece in each.pieces):
+        piece.settle()
     return [parameter.grad for parameter in parameters]
 
 
@@ -53,7 +54,7 @@ def test_sums_are_those_of_the_host_and_each_brings_its_share(number, dtype):
     downloads, moved = downloads_of(parts)
     bring_sums(downloads)
     assert moved == [[parameters[0].nbytes]] * number
-    assert [len(download.gradients) for download in downloads] == [1] * number
+    assert [len(each.parameters) for each in downloads] == [number + 1] * number  # one, and what was added up
     for found, sum_of_host in zip(settled(downloads, parameters), expected, strict=True):
         torch.testing.assert_close(found, sum_of_host, rtol=0, atol=0)
 
@@ -68,10 +69,11 @@ def test_gradients_that_some_replicas_have_or_that_lie_otherwise():
         [[(turned, first), (converted, lower)], [(one, own), (turned, second), (converted, higher)]]
     )
     bring_sums(downloads)
-    brought = [gradient for each in downloads for host, _, gradient in each.gradients if host is converted]
+    pieces = [piece for each in downloads for piece in each.pieces]
+    brought = [gradient for piece in pieces for host, _, gradient in piece.gradients if host is converted]
     assert_equal_bits(dict(enumerate(brought)), {0: lower, 1: higher})  # one behind the other, as without devices
-    for download in downloads:
-        download.gradients = [each for each in download.gradients if each[0] is not converted]
+    for piece in (piece for each in downloads for piece in each.pieces):
+        piece.gradients = [each for each in piece.gradients if each[0] is not converted]
     assert_equal_bits(dict(enumerate(settled(downloads, [one, turned]))), dict(enumerate(expected)))
 
 
@@ -89,6 +91,7 @@ def run(devices, options, model):
     return {f"loss {i}": loss for i, loss in enumerate(losses)} | gradients(model), moved
 
 
+@pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_rounds_have_the_numbers_of_devices_that_are_no_peers(monkeypatch, workers):
     def found():
@@ -100,6 +103,27 @@ def test_rounds_have_the_numbers_of_devices_that_are_no_peers(monkeypatch, worke
     at_home, moved_home = found()
     assert_same(there, at_home)
     assert sum(moved_there) < sum(moved_home)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 2])
+def test_what_comes_in_pieces_is_converted_as_what_comes_at_once(monkeypatch, devices):
+    def trained():
+        torch.manual_seed(4)
+        model = mlp().to(torch.bfloat16)
+        plan = ExecutePlan(fused=(0, 4), replicas=[len(devices)])
+        options = config(4, plan=plan)
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=options, optim_dtype=torch.float32) as piped:
+            optimizer = torch.optim.AdamW(piped.optim_parameters(), lr=0.01)
+            for seed in range(4):
+                for part in range(2):
+                    piped.forward_backward((batch(seed=seed + part).bfloat16(),), loss_fn=square_loss)
+                piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            piped.synchronize()
+            return {str(i): each.detach().clone() for i, each in enumerate(piped.optim_parameters())}
+
+    at_once = trained()
+    monkeypatch.setattr(download, "PIECE_BYTES", 50)
+    assert_equal_bits(trained(), at_once)
 
 
 def test_embeddings_with_sparse_gradients_beside_dense_ones():

@@ -9,12 +9,15 @@ Invariant: whatever is raised, a job that is given to `GradientsHome.bring` leav
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from roundpipe.core.schedule import Job
+from roundpipe.core.storages import bytes_of
 from roundpipe.core.together import in_groups
 from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.step import StepState
@@ -125,22 +128,16 @@ class GradientsHome:
             # forward stages are before the losses
             scale = step.wait_scale(who) if touched else 1.0
             if not step.failed:
-                for _, each in group:
-                    each.wait()
-                    each.drop_addends()
-                step.note_home(index for index, _ in group)
                 step.leaves_gradients = step.leaves_gradients or bool(touched)
-                for index, each in group:
-                    with self._log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
-                        each.settle(scale)
+                stays_there = all(each.stays_there for _, each in group)
+                self._settle(step, job, group, scale, converts=not stays_there)
+                step.note_home(index for index, _ in group)
                 indexes = [index for index, _ in group]
-                if touched and all(each.stays_there for _, each in group):
-                    self._gates.came(touched)
-                    _note_settled(step, indexes)
-                elif touched:
-                    self._conversions.submit(self._convert, step, job, indexes, touched)
+                if touched and not stays_there:
+                    self._conversions.submit(self._end, step, indexes)
                     is_passed_on = True
                 else:
+                    self._gates.came(touched)
                     _note_settled(step, indexes)
         except BaseException as error:
             step.cancel(error)
@@ -153,18 +150,38 @@ class GradientsHome:
             if not is_passed_on:
                 self._steps.leave(step, settling=True)
 
-    def _convert(self, step: StepState, job: Job, indexes: Sequence[int], touched: Sequence[torch.Tensor]) -> None:
-        """Convert what jobs have added to the host's gradients, if it is all; never raises."""
+    def _settle(
+        self, step: StepState, job: Job, group: Sequence[tuple[int, Download]], scale: float, *, converts: bool
+    ) -> None:
+        """Add what has come, piece by piece, and have that converted of which all has come."""
+        numbered = [(number, index, piece) for index, each in group for number, piece in enumerate(each.pieces)]
+        left = Counter(host for _, _, piece in numbered for host, _, _ in piece.gradients)
+        for _, index, piece in sorted(numbered, key=itemgetter(0)):  # devices bring them at the same time
+            piece.wait()
+            num_bytes = 0 if piece.event is None else sum(bytes_of(gradient) for _, _, gradient in piece.gradients)
+            with self._log.doing("home", f"add gradients of {job}", bytes=num_bytes, job=index):
+                piece.settle(scale)
+            hosts = [host for host, _, _ in piece.gradients]
+            left.subtract(hosts)
+            if converts and (whole := [host for host in hosts if not left[host]]):
+                self._conversions.submit(self._convert, step, job, whole)
+        for _, each in group:
+            each.drop_addends()
+
+    def _convert(self, step: StepState, job: Job, touched: Sequence[torch.Tensor]) -> None:
+        """Convert what a job has added to the host's gradients, if it is all; never raises."""
         try:
             for parameters in in_groups(touched, lambda parameter: parameter.nbytes, CONVERTED_BYTES):
                 self._gates.wait_written(f"{self._name} conversions")
                 with self._conversions_log.doing("converted", f"convert gradients of {job}", job=job.index):
                     self._gates.came(parameters)
-            _note_settled(step, indexes)
         except BaseException as error:
             step.cancel(error)
-        finally:
-            self._steps.leave(step, settling=True)
+
+    def _end(self, step: StepState, indexes: Sequence[int]) -> None:
+        """What jobs have brought is converted."""
+        _note_settled(step, indexes)
+        self._steps.leave(step, settling=True)
 
 
 def _note_settled(step: StepState, indexes: Sequence[int]) -> None:

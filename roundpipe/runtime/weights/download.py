@@ -11,15 +11,18 @@ import torch
 
 from roundpipe.core.storages import is_plain
 from roundpipe.core.together import Together, scale_all
-from roundpipe.runtime.device.backend import Event, Moment
+from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert
 from roundpipe.runtime.weights.replica_sums import Addends
 from roundpipe.runtime.weights.slots import Attribute
 
+PIECE_BYTES = 2**28
+"""Of gradients that are added and converted while those behind them are on their way."""
+
 
 @dataclass(slots=True)
 class Download:
-    """Gradients and buffers of a visit on their way to the host."""
+    """Gradients and buffers of a visit on their way to the host, the last of its pieces."""
 
     event: Event | None = None
     moments: tuple[Moment, Moment] | None = None
@@ -35,6 +38,9 @@ class Download:
     """Host parameter, what a forward converted it to, as some that route to experts do."""
     addends: Addends | None = None
     """Gradients that are added up with those of other replicas before they come; see `replica_sums`."""
+    earlier: list[Download] = field(default_factory=list)
+    """Gradients that come before the others, in pieces."""
+    _uncut_bytes: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -46,10 +52,24 @@ class Download:
         return not (self.event or self.buffers or self.dtypes or self.addends is not None and self.addends.gradients)
 
     @property
+    def pieces(self) -> list[Download]:
+        """All, in the order in which they come."""
+        return [*self.earlier, self]
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
-        """Of the host's, those that it has gradients of."""
-        own = [parameter for parameter, _, _ in self.gradients]
-        return own if self.addends is None else own + [parameter for parameter, _ in self.addends.gradients]
+        """Of the host's, those that it has gradients of, those of earlier pieces and of addends among them."""
+        there = [] if self.addends is None else [parameter for parameter, _ in self.addends.gradients]
+        return [parameter for piece in self.pieces for parameter, _, _ in piece.gradients] + there
+
+    def add(self, host: torch.Tensor, gradient: torch.Tensor, backend: Backend) -> None:
+        """Note a gradient that a backend brings to the host."""
+        self.gradients.append((host, host, gradient))
+        self._uncut_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
+        if self._uncut_bytes >= PIECE_BYTES:
+            event, gradients = backend.record(Lane.GRADIENTS), self.gradients
+            self.earlier.append(Download(event, gradients=gradients, on_device=self.on_device))
+            self.gradients, self._uncut_bytes = [], 0
 
     def wait(self) -> None:
         if self.event is not None:

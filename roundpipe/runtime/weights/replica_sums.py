@@ -93,7 +93,7 @@ def _bring_sum(host: torch.Tensor, shared: Sequence[tuple[_Sharer, torch.Tensor]
     with backend.on(Lane.GRADIENTS):
         _add_up([each for _, each in shared], own)
     owner.num_bytes += gradient.nbytes
-    owner.download.gradients.append((host, host, backend.download(gradient, Lane.GRADIENTS)))
+    owner.download.add(host, backend.download(gradient, Lane.GRADIENTS), backend)
 
 
 def _alike(shared: list[tuple[_Sharer, torch.Tensor]]) -> Iterator[list[tuple[_Sharer, torch.Tensor]]]:

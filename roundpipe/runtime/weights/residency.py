@@ -215,7 +215,7 @@ class Visit:
                 if twins and (twin := twins.get(host)) is not None:
                     download.gradients.append((host, twin.weights, gradient))
                 elif addends is None or not addends.take(host, gradient):
-                    download.gradients.append((host, host, copy(gradient)))
+                    download.add(host, copy(gradient), backend)
             if keep_buffers and layer.is_bound:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
