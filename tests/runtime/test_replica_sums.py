@@ -166,7 +166,7 @@ def test_an_error_while_they_are_added_up_ends_the_round(monkeypatch):
 def test_on_two_gpus(monkeypatch):
     def found(devices):
         torch.manual_seed(0)
-        return run(devices, config(6, plan=PLAN), mlp(width=200))
+        return run(devices, config(6, plan=PLAN), mlp())
 
     gpus, moved_there = found(["cuda:0", "cuda:1"])
     monkeypatch.setattr("roundpipe.runtime.device.accelerator._are_cuda_peers", lambda device, other: False)
