@@ -1,6 +1,7 @@
 """Trained weights that live on several workers' devices, each layer's on one: numbers are those of streamed ones."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import roundpipe
 from roundpipe import Device, ExecutePlan
 from roundpipe.runtime.engine import full_plans
+from roundpipe.runtime.weights import twin_group
 from roundpipe.runtime.weights.twins import Twins
 from tests.runtime import test_unasked as loops
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, evaluate, optimizer_of, read_state, train_scaled, write_copies
@@ -229,6 +231,36 @@ def test_when_one_device_has_no_room_the_other_gives_its_memory_back(is_async, m
     found, there, _, peaks = train("full", HALVES, is_async=is_async)
     assert asked[:2] == [6, 6] and max(peaks) <= ROOM and there == [0, 0]
     assert_equal_bits(found, streamed)
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.bfloat16])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_gradients_of_workers_with_one_device_outlive_the_update(dtype, is_async, monkeypatch):
+    """Else their allocator would give the memory to what they do before that, beside what the update still reads."""
+    gradients, live, follow = [], [], twin_group._follow  # the moment in question is within the runtime
+
+    def followed(backend, leader):
+        if gradients:  # the update has run
+            live.append([gradient() is not None for gradient in gradients])
+            gradients.clear()
+        follow(backend, leader)
+
+    monkeypatch.setattr(twin_group, "_follow", followed)
+    torch.manual_seed(4)
+    with wrapped(mlp(DEPTH, WIDTH).to(dtype), "full", HALVES, optim_dtype=torch.float64) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["momentum"])
+
+        def update():
+            gradients[:] = [weakref.ref(each.grad) for each in ours.param_groups[0]["params"]]
+            ours.step()
+            ours.zero_grad()
+
+        for step in range(3):
+            piped.forward_backward((batch(6, width=WIDTH, seed=step).to(dtype),), loss_fn=square_loss)
+            piped.step(update, is_async=is_async)
+        piped.synchronize()
+        assert homes(piped) == [6, 6]
+    assert live[1:] == [[True] * 12] * 2  # the first update is made on the host
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 """Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
 
 _copying: list[torch.Stream] = []
-"""All streams that values between stages and gradients go up and down on."""
+"""All streams that values between stages go up and down on."""
 
 _on_device: dict[torch.device, weakref.WeakSet[AcceleratorBackend]] = {}
 
@@ -91,7 +91,7 @@ class AcceleratorBackend(Backend):
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         if not idle:
             idle.append(tuple(torch.Stream(self.device) for _ in Lane))
-            _copying.extend(idle[-1][lane] for lane in (Lane.UPLOAD, Lane.DOWNLOAD, Lane.GRADIENTS))
+            _copying.extend(idle[-1][lane] for lane in (Lane.UPLOAD, Lane.DOWNLOAD))
         self._streams = idle.pop()
         weakref.finalize(self, idle.append, self._streams)
         self._uploaded: list[torch.Tensor] = []
@@ -224,8 +224,7 @@ class AcceleratorBackend(Backend):
             if source.layout is not torch.strided:
                 _check_host(lane, bytes_of(source))
                 return source.cpu()
-            has_pages = is_inner or lane is Lane.GRADIENTS
-            if has_pages and self.device.type == "cuda" and suits(source):
+            if is_inner and self.device.type == "cuda" and suits(source):
                 like = torch.empty_like(source, device="meta")
                 buffer = _VALUE_PAGES.take(source.nbytes, functools.partial(_check_host, lane))
                 target = buffer.view(source.dtype).as_strided(like.shape, like.stride())
@@ -335,10 +334,9 @@ def _new_pages(num_bytes: int) -> Pages:
 
 
 def _ends() -> list[AcceleratorEvent]:
-    """After all copies that any worker has given to its device so far, and those of its user in the usual way."""
+    """After all copies of values that any worker has given to its device so far."""
     with contextlib.suppress(RuntimeError):  # the device is lost: so are the copies
-        users = (torch.cuda.default_stream(device) for device in tuple(_on_device) if device.type == "cuda")
-        return [AcceleratorEvent(stream) for stream in (*_copying, *users)]
+        return [AcceleratorEvent(stream) for stream in tuple(_copying)]
     return []
 
 

@@ -1,15 +1,13 @@
-"""Host memory for large values that wait there between stages, and gradients: about as large, and used over and over.
+"""Host memory for large values that wait there between stages: of nearly their own size, and used over and over.
 
 Torch's allocator of pinned memory rounds what it gives to a power of two, up to twice what was asked for. Values of
-long sequences are most of what the host holds, so theirs comes from here, in sizes that are a few percent apart. It
-also pins with one thread, at a fraction of what several reach: most of a first step with large gradients.
+long sequences are most of what the host holds, so theirs comes from here, in sizes that are a few percent apart.
 
     in use    a tensor's storage has the pages
     idle      the storage is gone; copies that were given to a device may still read or write the pages
     again     all that was given to the lanes before the storage went is done: the next value may have them
 
-Only what nobody outside of the runtime copies on streams of his own may lie here: of those nothing is known. Gradients
-are seen by users, whose copies go to the default stream, and are overwritten a step later.
+Only values that nobody outside of the runtime gets may lie here: of copies on other streams nothing is known.
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ class GradientsHome:
             num_bytes = 0 if piece.event is None else sum(bytes_of(gradient) for _, _, gradient in piece.gradients)
             with self._log.doing("home", f"add gradients of {job}", bytes=num_bytes, job=index):
                 piece.settle(scale)
-            hosts = [host for host, _, _ in piece.gradients]
-            left.subtract(hosts)
-            if converts and (whole := [host for host in hosts if not left[host]]):
+            left.subtract(host for host, _, _ in piece.gradients)
+            whole = [host for host in dict.fromkeys(host for host, _, _ in piece.gradients) if not left[host]]
+            if converts and whole:
                 self._conversions.submit(self._convert, step, job, whole)
         for _, each in group:
             each.drop_addends()

@@ -8,16 +8,18 @@ is the same. The host's weights follow when somebody is about to read them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.core.watched import unseen
 from roundpipe.runtime.device.backend import Event, Move, moved_at_once
 from roundpipe.runtime.optimizer.foreseen import num_states
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
@@ -149,9 +151,26 @@ class DeviceSteps(PlainSteps):
                 self._move_states(optimizer, move)
         self._twins.end()
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """A context for work on copies and twins."""
-        return contextlib.nullcontext() if self._twins is None else self._twins.activate()
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """A context for work on copies and twins.
+
+        Where one worker of a device gets all the work, the others' streams wait for it at the end. What is let go of
+        inside may be theirs, and must not be given to what they do next before they wait.
+        """
+        if self._twins is None:
+            yield
+            return
+        held = self._gradients_there() if self._twins.share_devices else []
+        with self._twins.activate():
+            yield
+        held.clear()
+
+    def _gradients_there(self) -> list[torch.Tensor | None]:
+        """Those of twins, and of copies."""
+        with unseen():
+            copies = [pair.copy.grad for pair in self._pairs if pair.copy is not None and pair.is_away]
+            return [*copies, *(pair.twin.weights.grad for pair in self._pairs if pair.twin is not None)]
 
     def _run_there(self, update: Callable[[], Any]) -> Any:
         """Run an update; its work is given to the device, and not waited for.
@@ -241,12 +260,12 @@ class DeviceSteps(PlainSteps):
                             state[name] = _moved(value, target, move)
         self._moved[optimizer] = optimizer.state, len(optimizer.state)
 
-    def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
+    def gradients_aside(self) -> AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
         self._wait_for_gradients("a backward for inputs alone")
         return self._pairs.gradients_aside()
 
-    def gradients_scaled(self, scale: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
+    def gradients_scaled(self, scale: Callable[[], float]) -> AbstractContextManager[None]:
         """A context whose gradients are multiplied by ``scale()`` at its end, when they join those that are there."""
         self._wait_for_gradients("a mean over several rounds")
         return self._pairs.gradients_scaled(scale)

@@ -5,7 +5,6 @@ Inside ``step_fn`` a model's parameters are the optimizer's copies: `inside_opti
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -23,7 +22,6 @@ from roundpipe.core.errors import ConfigError, RoundPipeError, add_note, shown
 from roundpipe.core.options import check_passed_on
 from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.new_states import NUM_UPDATES, StatesOnHugePages
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.optimizer.pieces import PiecewiseUpdates
 from roundpipe.runtime.optimizer.wrong_parameters import WrongParameters
@@ -233,8 +231,7 @@ class UpdateRunner:
                 self._due = frozenset(id(copy) for copy in copies if copy.grad is not None)
                 before = [Fingerprint.of(copy) for copy in copies] if self._due else []
                 self._wrong.begin(pairs)
-                with StatesOnHugePages() if index <= NUM_UPDATES else contextlib.nullcontext():
-                    result = step_fn()
+                result = step_fn()
                 found, is_told = self._wrong.found(), False
                 if before and self._looks:
                     is_told = self._look(before)

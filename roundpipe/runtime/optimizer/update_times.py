@@ -22,8 +22,6 @@ KEPT = 6
 """Updates whose seconds are kept, so that what was measured long ago is forgotten."""
 SETTLED_WITHIN = 0.25
 """Share by which two updates in a row may differ that are taken to be warm."""
-LEAST_GAPS = 2
-"""Between warm updates, of which the median tells what a step takes; of two it is the shorter one."""
 MOST_LOOKED_AT = 4
 """Updates behind the first after which they are taken as they are, however much they differ."""
 
@@ -143,8 +141,7 @@ class UpdateTimes:
 
     def on_host_s(self) -> tuple[float, float] | None:
         """Seconds of an update on the host, its hand-over among them, and between two; None: not known well enough."""
-        taken = list(self._warm)
-        if not _are_warm(taken) or len(taken) <= LEAST_GAPS:  # a step with a new plan takes longer
+        if not _are_warm(taken := list(self._warm)):
             return None
         gaps = (now.asked_s - then.asked_s for then, now in pairwise(taken))
         return median_low(each.on_host_s for each in taken), median_low(gaps)

@@ -73,6 +73,11 @@ class TwinGroup:
         return frozenset(twins.backend.device for twins in self._there)
 
     @property
+    def share_devices(self) -> bool:
+        """Whether a device has those of several workers."""
+        return len(self.devices) < len(self._there)
+
+    @property
     def are_on_host(self) -> bool:
         """Whether the devices are CPU workers."""
         return all(twins.backend.device.type == "cpu" for twins in self.of_workers)
