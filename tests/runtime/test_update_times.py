@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from roundpipe.planning.machine import ChainSeconds
-from roundpipe.runtime.optimizer.update_times import MOST_LOOKED_AT, UpdateTimes
+from roundpipe.runtime.optimizer.update_times import KEPT, MOST_LOOKED_AT, UpdateTimes
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.weights.gate import Steps
 
@@ -65,6 +65,25 @@ def test_the_first_update_counts_only_until_there_are_others():
     assert clock.times.per_round().update_s == 2.0 and clock.times.all_on_host() is None
     clock.update(2.0)
     assert clock.times.all_on_host().update_s == 2.0 and clock.times.on_host_s()[0] == 2.0
+
+
+def test_long_steps_tell_once_they_are_steady_or_enough_of_them_were_seen(monkeypatch):
+    clock, now = Clock(), [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    found = []
+    for step_s in (9.0, 4.0, 3.5, 3.0, 2.95):
+        clock.update(2.0)
+        now[0] += step_s
+        found.append(clock.times.on_host_s())
+    clock.update(2.0)
+    assert found == [None] * 5 and clock.times.on_host_s() == (2.0, 3.0)  # 3.0 and 2.95 are alike
+    clock, now[0] = Clock(), 0.0
+    for number in range(KEPT):
+        clock.update(2.0)
+        now[0] += 1.0 + number % 2
+        assert clock.times.on_host_s() is None
+    clock.update(2.0)
+    assert clock.times.on_host_s()[1] in (1.0, 2.0)
 
 
 def test_updates_that_still_get_faster_tell_nothing_yet():

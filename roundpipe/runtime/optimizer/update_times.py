@@ -22,6 +22,10 @@ KEPT = 6
 """Updates whose seconds are kept, so that what was measured long ago is forgotten."""
 SETTLED_WITHIN = 0.25
 """Share by which two updates in a row may differ that are taken to be warm."""
+LONG_STEP_S = 0.5
+STEADY_WITHIN = 0.05
+"""Share by which long steps in a row may differ that are taken to be steady. Those of large models get shorter over some
+steps, as their memory is touched for the first time; what is decided by them stays decided."""
 MOST_LOOKED_AT = 4
 """Updates behind the first after which they are taken as they are, however much they differ."""
 
@@ -143,8 +147,18 @@ class UpdateTimes:
         """Seconds of an update on the host, its hand-over among them, and between two; None: not known well enough."""
         if not _are_warm(taken := list(self._warm)):
             return None
-        gaps = (now.asked_s - then.asked_s for then, now in pairwise(taken))
+        gaps = [now.asked_s - then.asked_s for then, now in pairwise(taken)]
+        if len(taken) < KEPT and _still_change(gaps):
+            return None
         return median_low(each.on_host_s for each in taken), median_low(gaps)
+
+
+def _still_change(gaps_s: Sequence[float]) -> bool:
+    """Whether the latest steps are long ones, and of several lengths."""
+    latest_s = gaps_s[-2:]
+    return max(latest_s) >= LONG_STEP_S and (
+        len(latest_s) < 2 or max(latest_s) - min(latest_s) > STEADY_WITHIN * max(latest_s)
+    )
 
 
 def _are_warm(taken: Sequence[_Taken]) -> bool:
