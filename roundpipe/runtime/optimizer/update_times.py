@@ -24,8 +24,8 @@ SETTLED_WITHIN = 0.25
 """Share by which two updates in a row may differ that are taken to be warm."""
 LONG_STEP_S = 0.5
 STEADY_WITHIN = 0.05
-"""Share by which long steps in a row may differ that are taken to be steady. Those of large models get shorter over some
-steps, as their memory is touched for the first time; what is decided by them stays decided."""
+"""Share by which long steps in a row may differ that are taken to be steady. Those of large models get shorter over
+some steps, as their memory is touched for the first time; what is decided by them stays decided."""
 MOST_LOOKED_AT = 4
 """Updates behind the first after which they are taken as they are, however much they differ."""
 
