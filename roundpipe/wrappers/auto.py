@@ -29,6 +29,7 @@ from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.calls import flow_back
+from roundpipe.wrappers.deferred import call_behind_backward
 from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
@@ -110,6 +111,7 @@ class HostRunner(Runner):
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             self._batch_warnings.look(outputs, config)
             outputs = merge(outputs, config)
+        call_behind_backward(outputs, self.session.optimizer.end_call)  # maybe no part has one
         self.session.optimizer.raise_pending()
         return outputs
 

@@ -76,8 +76,24 @@ class DeferredBackward:
                     raise
                 raise shortage.refusal(error) from error
         # behind all of the backward: modules on the host have gradients, too
-        torch.autograd.Variable._execution_engine.queue_callback(self.session.optimizer.end_call)
+        _call_at_end(self.session.optimizer.end_call)
         return step.input_gradients()
+
+
+def call_behind_backward(outputs: Any, function: Callable[[], object]) -> None:
+    """Have a function called at the end of each backward that comes to one of these outputs."""
+
+    def reached(gradient: torch.Tensor) -> None:
+        _call_at_end(function)
+
+    for tensor in trees.tensors(outputs):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(reached)
+
+
+def _call_at_end(function: Callable[[], object]) -> None:
+    """Have a function called when the backward that is under way has come to its end."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 class _Pipeline(torch.autograd.Function):

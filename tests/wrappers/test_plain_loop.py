@@ -1,6 +1,7 @@
 """Loops without `RoundPipe.step`: the optimizer is stepped as in any training loop, with either list of parameters."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -27,8 +28,8 @@ class Half(nn.Module):
         return self.rest(self.first(x))
 
 
-def halves(model, **options):
-    kept = {"use_sequential_preset": False, "skip_modules": [model.first]}
+def halves(model, on_host=("first",), **options):
+    kept = {"use_sequential_preset": False, "skip_modules": [getattr(model, name) for name in on_host]}
     return roundpipe.wrap_model_to_roundpipe(model, lower_threshold=1, upper_threshold=0, **kept, **options)
 
 
@@ -36,6 +37,7 @@ WRAPS = {
     "layers": (mlp, roundpipe.RoundPipe),
     "compiled": (mlp, roundpipe.compile),
     "in parts": (lambda: Half().to(DTYPE), halves),
+    "on the host": (lambda: Half().to(DTYPE), functools.partial(halves, on_host=("first", "rest"))),
 }
 wraps = pytest.mark.parametrize(("make", "wrap"), WRAPS.values(), ids=WRAPS)
 
