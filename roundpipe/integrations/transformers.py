@@ -344,6 +344,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         try:
             microbatches = [(batch, LossInputs(batch.inputs, num_items, 1.0)) for batch in batches]
             with attributes_kept(self, model_of(self.model), runs=True), self.accelerator.autocast():
+                self.__dict__["log"] = lambda *args, **kwargs: None  # it is no step
                 self.model = ModelStandIn(self.model, self.model, training=was_training)
                 return [float(self.pipe.forward_loss(**self._call([each], is_own=is_own))) for each in microbatches]
         finally:

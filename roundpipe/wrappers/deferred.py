@@ -80,7 +80,7 @@ class DeferredBackward:
         return step.input_gradients()
 
 
-def call_behind_backward(outputs: Any, function: Callable[[], object]) -> None:
+def call_behind_backward(outputs: Any, function: Callable[[], None]) -> None:
     """Have a function called at the end of each backward that comes to one of these outputs."""
 
     def reached(gradient: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def call_behind_backward(outputs: Any, function: Callable[[], object]) -> None:
             tensor.register_hook(reached)
 
 
-def _call_at_end(function: Callable[[], object]) -> None:
+def _call_at_end(function: Callable[[], None]) -> None:
     """Have a function called when the backward that is under way has come to its end."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -62,6 +62,7 @@ class Counted(OwnLoss):
 
     def of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.criterion(logits, labels)
+        self.log({"samples": len(labels)})
         return loss
 
 
@@ -101,3 +102,5 @@ def test_a_measurement_leaves_nothing_behind(tmp_path: Path) -> None:
     plain, ours = train_both(llama, tmp_path, (Counted, CountedInRotation), max_steps=4, devices=2)
     assert ours.criterion.calls == plain.criterion.calls == 4
     assert ours.criterion.number == plain.criterion.number and ours.criterion.seen == plain.criterion.seen
+    logs = [[each for each in trainer.state.log_history if "samples" in each] for trainer in (ours, plain)]
+    assert logs[0] == logs[1] and len(logs[1]) == 4
