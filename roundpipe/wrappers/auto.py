@@ -30,6 +30,7 @@ from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.deferred import call_behind_backward
+from roundpipe.wrappers.hook_warnings import HookWarnings
 from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
@@ -70,6 +71,7 @@ class HostRunner(Runner):
         self._warned_of_arguments = False
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
+        self._hook_warnings = HookWarnings(self.model)
         self._mixed: dict[bool, str] = {}
         """By mode, what mixes samples in the model's own code."""
         self._shared: dict[str, set[int]] = {}
@@ -133,6 +135,8 @@ class HostRunner(Runner):
         config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
         config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
         pieces = split(args, kwargs, training.label, config, self._shared)
+        if has_backward:
+            self._hook_warnings.look(self.model.parameters(), pieces.num_microbatches)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
         outputs: list[Any] = []

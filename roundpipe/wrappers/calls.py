@@ -42,6 +42,7 @@ from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
+from roundpipe.wrappers.hook_warnings import HookWarnings
 from roundpipe.wrappers.host_gradients import reaches, wait_for_weights
 from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.other_cuts import cut_to_fit
@@ -74,6 +75,7 @@ class ChainRunner(Runner):
         self._joints = JointChains(self.name)
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
+        self._hook_warnings = HookWarnings(self.model)
         self._shared: dict[str, set[int]] = {}
         """See `split`."""
         measure = functools.partial(memory_of, session.engine.backends[0].device)
@@ -96,6 +98,8 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
+        if config.requires_grad:
+            self._hook_warnings.look_at_calls(calls)
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
@@ -123,6 +127,8 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
+        if has_backward:
+            self._hook_warnings.look_at_calls(calls)
         may_matter = session.engine.num_workers > 1 or has_backward and session.optimizer.may_have_twins
         reads = may_matter and reaches(training.loss_fn, self.model)
         alone = wait_for_weights(session, self.model, training.loss_fn)

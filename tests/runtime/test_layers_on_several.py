@@ -245,7 +245,7 @@ def test_gradients_of_workers_with_one_device_outlive_the_update(dtype, is_async
             gradients.clear()
         follow(backend, leader)
 
-    monkeypatch.setattr(twin_group, "_follow", followed)
+    monkeypatch.setattr(twin_group, "_follow", followed)  # that moment
     torch.manual_seed(4)
     with wrapped(mlp(DEPTH, WIDTH).to(dtype), "full", HALVES, optim_dtype=torch.float64) as piped:
         ours = optimizer_of(piped, OPTIMIZERS["momentum"])
