@@ -207,6 +207,30 @@ def test_arguments_that_belong_together_are_named_as_the_cause():
         torch.testing.assert_close(piped(nodes, edges, roundpipe_run_config=whole), model(nodes, edges))
 
 
+def padded_to_the_longest(output, label):
+    return nn.functional.cross_entropy(output[:, :, : len(output)], label)
+
+
+def flattened_badly(output, label):
+    return nn.functional.cross_entropy(output.flatten(0, 1), label[0])
+
+
+def checks_sizes(output, label):
+    assert len(output) == 4
+    return output.sum()
+
+
+@pytest.mark.parametrize("kind", [roundpipe.RoundPipe, roundpipe.AutoRoundPipe])
+@pytest.mark.parametrize("loss_fn", [padded_to_the_longest, flattened_badly, checks_sizes])
+def test_a_loss_function_is_told_that_it_gets_one_of_several_microbatches(kind, loss_fn):
+    model, label = nn.Sequential(nn.Linear(5, 5), nn.ReLU()), torch.zeros(4, 5, dtype=torch.long)
+    with kind(model, devices=["cpu"], model_run_config=RoundPipeRunConfig(num_microbatch=2)) as piped:
+        with pytest.raises((RuntimeError, ValueError, AssertionError)) as caught:
+            piped.forward_backward((torch.randn(4, 3, 5),), label=label, loss_fn=loss_fn)
+    notes = [note for note in caught.value.__notes__ if "loss_fn was called with one of the 2 microbatches" in note]
+    assert len(notes) == 1
+
+
 def test_a_microbatch_of_one_sample_is_named_as_the_cause():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     given = {"input_args": (torch.randn(3, 3),), "loss_fn": lambda output, label: output.sum()}

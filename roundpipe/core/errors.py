@@ -66,7 +66,7 @@ def note_place(error: BaseException, where: str) -> None:
 
 _OF_SIZES = (
     *("out of range", "out of bounds", "offsets", "must match", "not match", "invalid for input of size"),
-    *("cannot reshape", "number of ones in mask"),
+    *("cannot reshape", "number of ones in mask", "Expected target size", "to match target batch_size"),
 )
 """In errors that a batch may raise that was cut where its tensors belong together."""
 
@@ -74,7 +74,8 @@ _OF_SIZES = (
 def note_cut(error: BaseException, number: int | None = None, *, is_of_loss: bool = False) -> None:
     """Say of some errors that the model or ``loss_fn`` was called with one of so many pieces of a batch: maybe why.
 
-    Those are torch's, where it wants several samples for a norm in training, and those about sizes and indices.
+    Those are torch's, where it wants several samples for a norm in training, and those about sizes and indices; and
+    assertions, which are of sizes more often than not.
     """
     text = said(error)
     if "more than 1 value per channel" in text:
@@ -83,7 +84,7 @@ def note_cut(error: BaseException, number: int | None = None, *, is_of_loss: boo
             "roundpipe: the batch was split into microbatches, and this one has one sample left; plain PyTorch takes "
             "the batch as a whole. Set num_microbatch in RoundPipeRunConfig to at most half the number of samples",
         )
-    elif isinstance(error, IndexError) or any(words in text for words in _OF_SIZES):
+    elif isinstance(error, IndexError | AssertionError) or any(words in text for words in _OF_SIZES):
         cut = f"was called with one of the {number or 'several'} microbatches that the batch was cut into"
         of_loss = 'If it takes samples together, such as groups of answers, use loss_scope="batch" or num_microbatch=1'
         of_model = (

@@ -162,7 +162,8 @@ class HostRunner(Runner):
                     piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
                     output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, m, events)
                     output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
-                    with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
+                    number = pieces.num_microbatches
+                    with RaisedIn(self._place("loss_fn", m), number), microbatch_count(number):
                         ends = ends_of(output) if is_mean else frozenset()
                         loss = training.loss_fn(output, target)
                         each = read_losses(loss, is_mean=is_mean)
