@@ -112,10 +112,10 @@ def weigh(
         if has_effect(node):  # what was made in place is made anew
             copies[node].op, copies[node].target = "call_method", _name(node)
         _describe(copies[node], node)
-    before, name = OutputValue(scalar.name), copies.get(scalar, scalar).name
+    name = copies.get(scalar, scalar).name
 
     def replaced(leaf: Any) -> Any:
-        return type(leaf)(name) if leaf == before else leaf
+        return type(leaf)(name) if isinstance(leaf, OutputValue) and leaf.name == scalar.name else leaf
 
     if is_kept:
         traced.kept = [KeptValue(place, trees.map_leaves(value, replaced)) for place, value in traced.kept]
