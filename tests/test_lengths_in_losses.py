@@ -133,6 +133,46 @@ def test_a_sum_over_the_length_is_a_mean(loss_fn: Loss, number: int) -> None:
         torch.testing.assert_close(found.grad, own.grad)
 
 
+def over_float(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    LOGS["accuracy"] = (outputs.argmax(1) == label).sum() / float(len(label))
+    LOGS["size"] = outputs.detach().square().sum() / float(outputs.numel())
+    return (outputs - label[:, None]).abs().sum() / int(label.shape[0])
+
+
+def over_a_number_of_its_own(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Not over that of samples: it is a sum, and so is what it logs."""
+    LOGS["accuracy"], LOGS["size"] = (outputs.argmax(1) == label).sum() / 3.0, float(len(label))
+    return F.cross_entropy(outputs, label)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_sum_over_a_plain_number_of_samples_is_a_mean(number: int) -> None:
+    """Such as ``float(len(label))``, which makes the graph one for this number of samples."""
+    x, label = data()
+    net, config = model(), RoundPipeRunConfig(num_microbatch=number)
+    expected = over_float(net(x), label).detach()
+    logs = LOGS.copy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loss_reduction=")
+        with roundpipe.compile(net, devices=["cpu"]) as piped:
+            loss = piped.forward_backward(
+                (x,), label=label, loss_fn=over_float, loss_reduction="mean", run_config=config
+            )
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(LOGS, logs)
+
+
+def test_a_sum_over_another_number_is_a_sum() -> None:
+    x, label = data()
+    with roundpipe.compile(model(), devices=["cpu"]) as piped:
+        config = RoundPipeRunConfig(num_microbatch=2)
+        piped.forward_backward(
+            (x,), label=label, loss_fn=over_a_number_of_its_own, loss_reduction="mean", run_config=config
+        )
+    torch.testing.assert_close(LOGS["accuracy"], torch.tensor(5 / 3.0))
+    assert LOGS["size"] == NUMBER / 2  # of the last microbatch
+
+
 def test_a_file_has_no_len_of_its_own_afterwards() -> None:
     helpers = typed_in(__name__="helpers")
     function = typed_in(accuracy=helpers["share"])["loss_fn"]

@@ -227,13 +227,17 @@ class _TermSearch:
         if _name(node) not in _QUOTIENTS or len(node.args) != 2 or node.kwargs:
             return None
         above, below = node.args
-        if not isinstance(above, Node) or not isinstance(below, Node) or self._is_factor(below):
-            return None
-        if (divisor := self.arguments.divisor(below, self.sums)) is None:
+        if not isinstance(above, Node) or (divisor := self._divisor(below)) is None:
             return None
         parts = combination(self.traced, above, self.arguments, self.given, self.sums)
         is_sum = parts is not None and all(term.count is None and not term.is_mean for term in parts.terms.values())
         return Term(divisor[0], True, divisor[1]) if is_sum else None
+
+    def _divisor(self, value: Any) -> tuple[Count, Divisor | None] | None:
+        if isinstance(value, Node):
+            return None if self._is_factor(value) else self.arguments.divisor(value, self.sums)
+        count = self.arguments.fixed(value) if isinstance(value, int | float) else None
+        return None if count is None else (count, None)
 
     def _of_loss(self, loss: RowLoss, module: nn.Module | None) -> Term | None:
         if loss.reduction == "sum":
