@@ -182,3 +182,86 @@ def test_of_a_sum_the_last_microbatch_is_left() -> None:
     *_, last = zip(net(X).chunk(3), Y.chunk(3), strict=True)
     train(loss_fn, net=net, loss_reduction="sum")
     torch.testing.assert_close(logs["loss"], F.cross_entropy(*last, reduction="sum").detach())
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_mean_over_elements_of_outputs_is_that_of_the_batch(number: int) -> None:
+    logs = dict[str, Any]()
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logs["square"], logs["error"] = (outputs**2).mean().detach(), outputs.abs().mean(1).mean().item()
+        return F.cross_entropy(outputs, label)
+
+    net = model()
+    train(loss_fn, number, net)
+    found = logs.copy()
+    loss_fn(net(X), Y)
+    torch.testing.assert_close(found, logs)
+
+
+def appends_labels(values: list[Any], outputs: torch.Tensor, label: torch.Tensor) -> None:
+    values.extend(label)
+
+
+def appends_numbers(values: list[Any], outputs: torch.Tensor, label: torch.Tensor) -> None:
+    values.extend(outputs.argmax(1).tolist())
+
+
+def appends_in_a_loop(values: list[Any], outputs: torch.Tensor, label: torch.Tensor) -> None:
+    for row in F.cross_entropy(outputs, label, reduction="none").detach():
+        values.append(row)
+
+
+def appends_means_between(values: list[Any], outputs: torch.Tensor, label: torch.Tensor) -> None:
+    values.append(F.cross_entropy(outputs, label).detach())
+    values.extend(label)
+    values.append((outputs.argmax(1) == label).float().mean())
+    values.extend(outputs.argmax(1))
+
+
+@pytest.mark.parametrize("append", [appends_labels, appends_numbers, appends_in_a_loop, appends_means_between])
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
+def test_what_is_appended_for_each_sample_is_in_their_order(
+    append: Callable[[list[Any], torch.Tensor, torch.Tensor], None], number: int, call: str
+) -> None:
+    """Beside an entry of a dict and another list, which has one value for each microbatch.
+
+    In uneven microbatches, which such a loss is not traced for, each has its own values.
+    """
+    found, expected, parts, logs = list[Any](), list[Any](), list[torch.Tensor](), dict[str, Any]()
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(outputs, label)
+        logs["loss"] = loss.detach()
+        append(found, outputs, label)
+        parts.append(label)
+        return loss
+
+    net, is_even = model(), NUMBER % number == 0
+    for x, label in [(X, Y)] if is_even else zip(X.tensor_split(number), Y.tensor_split(number), strict=True):
+        append(expected, net(x), label)
+    config = RoundPipeRunConfig(num_microbatch=number, loss_reduction="mean")
+    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
+        for _ in range(2):
+            found.clear()
+            parts.clear()
+            loss = getattr(piped, call)((X,), label=Y, loss_fn=loss_fn, run_config=config)
+            torch.testing.assert_close(list(map(torch.as_tensor, found)), list(map(torch.as_tensor, expected)))
+            torch.testing.assert_close(parts, list(Y.tensor_split(number)))
+    if is_even:
+        torch.testing.assert_close(loss, F.cross_entropy(net(X), Y).detach())
+        torch.testing.assert_close(logs["loss"], loss)
+
+
+def test_values_for_each_microbatch_are_in_the_order_of_these() -> None:
+    """Two for each, of losses that are added up."""
+    found, net = list[torch.Tensor](), model()
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        found.extend((outputs.detach().sum(), label.sum()))
+        return F.cross_entropy(outputs, label, reduction="sum")
+
+    train(loss_fn, net=net, loss_reduction="sum")
+    parts = zip(net(X).detach().chunk(3), Y.chunk(3), strict=True)
+    torch.testing.assert_close(found, [each.sum() for part in parts for each in part])

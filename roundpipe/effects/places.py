@@ -60,6 +60,8 @@ def package_of(owner: Any) -> str:
 def _file_of(owner: Any) -> str:
     """The name of an imported file, or of the one that a class or function is from."""
     name = vars(owner).get("__name__") if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", None)
+    if isinstance(owner, types.FunctionType) and name in (None, "builtins"):
+        return ""  # one that `exec` has made without a file: no function of Python's own there is written in Python
     return str(name or "builtins")
 
 

@@ -101,8 +101,8 @@ class ReachedState:
     caches: list[tuple[Any, int]] = field(default_factory=list)
     """Functions with a `functools.lru_cache`, and how often they were not answered from it."""
     generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
-    codes: list[types.CodeType] = field(default_factory=list)
-    """Of the functions that were looked into, beside methods of modules."""
+    functions: list[types.FunctionType] = field(default_factory=list)
+    """Those that were looked into."""
     cells: list[types.CellType] = field(default_factory=list)
     """Of closures, which hold functions that are not written in Python."""
     hidden: list[tuple[nn.Module, _Way]] = field(default_factory=list)
@@ -288,7 +288,7 @@ class StateWalk:
     def _visit_function(self, function: types.FunctionType, way: _Way) -> None:
         if is_library(function) or way.depth > MAX_DEPTH or not self._is_new(function):
             return
-        self.reach.codes.append(function.__code__)
+        self.reach.functions.append(function)
         if way.is_called:
             self._called.append(function.__code__)
         cells = zip(function.__closure__ or (), function.__code__.co_freevars, strict=True)
@@ -343,15 +343,15 @@ class StateWalk:
         A package's classes have many other attributes.
         """
         names = self._names | OPERATORS
-        num_hidden = num_codes = 0
+        num_hidden = num_functions = 0
         visited: set[tuple[int, str]] = set()
         while True:
             while num_hidden < len(self.reach.hidden):
                 module, way = self.reach.hidden[num_hidden]
                 self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
                 num_hidden += 1
-            uses = CodeUses.of(self.reach.codes[num_codes:])
-            names, num_codes = names | uses.reads | uses.sets, len(self.reach.codes)
+            uses = CodeUses.of([each.__code__ for each in self.reach.functions[num_functions:]])
+            names, num_functions = names | uses.reads | uses.sets, len(self.reach.functions)
             called = self._names | CodeUses.of(self._called).reads
             named = [
                 (owner, name, way)

@@ -180,7 +180,8 @@ class ModelGuard:
 
     def _names_read(self) -> frozenset[str] | None:
         """Names of the attributes that the model's code can read; None if it makes up names."""
-        kinds, codes = {type(module) for module in self._modules}, self._python.reach.codes
+        kinds = {type(module) for module in self._modules}
+        codes = [each.__code__ for each in self._python.reach.functions]
         uses = (uses_of_functions(codes, kinds), *map(uses_of_forward, kinds))
         if any(use.reads_any_name for use in uses):
             return None

@@ -5,7 +5,9 @@ A size is one of the arguments', whichever tensor it was asked of, if its expres
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +21,7 @@ from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
     draws_random,
     has_effect,
+    hint,
     mutated_by,
     storage_key,
     value_of,
@@ -117,6 +120,19 @@ class ArgumentValues:
             return None
         place = self._traced.input_paths[node.name]
         return lambda arguments: float(trees.get(arguments, place).shape[0])
+
+    def fixed(self, number: float) -> Count | None:
+        """What each microbatch counts for if a number is that of the samples, tokens or elements it must have.
+
+        Code that makes a plain number of a size, as ``float(len(label))`` does, has this number in a graph that serves
+        no other size.
+        """
+        for tensor in arguments_of_samples(self._traced).values():
+            shape: Any = tensor.shape
+            is_fixed = isinstance(shape[0], torch.SymInt) and not symbols_of(shape[0])
+            if is_fixed and number > 1 and number in itertools.accumulate(map(hint, shape), operator.mul):
+                return lambda arguments: float(number)
+        return None
 
     def divisor(self, node: Node, sums: Mapping[Node, SampleSum]) -> tuple[Count, Divisor | None] | None:
         """What a microbatch counts for if a sum is divided by a number, and what the divisor is for all of them.

@@ -17,7 +17,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
+from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph, output_names
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, is_in_proportion
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_state import has_state
@@ -234,8 +234,10 @@ def _weigh(
 
 
 def _scalars(loss: TracedGraph, losses: Any) -> list[Node] | None:
-    """The nodes of one loss or of several; None if some are no scalars of the graph."""
+    """The nodes of one loss or of several; None if some are no scalars of the graph, or numbers of Python's."""
     leaves = list(losses) if type(losses) in (list, tuple) else [losses]
+    if any(isinstance(leaf, OutputNumber) for leaf in leaves):
+        return None
     nodes = [node for leaf in leaves if (node := _node_of(loss, leaf)) is not None and _is_scalar(node)]
     return nodes if len(nodes) == len(leaves) else None
 
@@ -262,7 +264,9 @@ def _weight(loss: TracedGraph, weight: Any, of_label: ArgumentValues) -> Count |
 
 
 def _node_of(loss: TracedGraph, leaf: Any) -> Node | None:
-    return next((node for node in loss.graph.nodes if leaf == OutputValue(node.name)), None)
+    if not isinstance(leaf, OutputValue):  # whatever else a function returns may do anything when it is compared
+        return None
+    return next((node for node in loss.graph.nodes if node.name == leaf.name), None)
 
 
 def _own_by_node(loss: TracedGraph, own: Collection[OwnLoss]) -> dict[Node, OwnLoss]:

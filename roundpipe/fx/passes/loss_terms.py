@@ -112,10 +112,10 @@ def weigh(
         if has_effect(node):  # what was made in place is made anew
             copies[node].op, copies[node].target = "call_method", _name(node)
         _describe(copies[node], node)
-    before, name = OutputValue(scalar.name), copies.get(scalar, scalar).name
+    name = copies.get(scalar, scalar).name
 
     def replaced(leaf: Any) -> Any:
-        return type(leaf)(name) if leaf == before else leaf
+        return type(leaf)(name) if isinstance(leaf, OutputValue) and leaf.name == scalar.name else leaf
 
     if is_kept:
         traced.kept = [KeptValue(place, trees.map_leaves(value, replaced)) for place, value in traced.kept]
@@ -227,13 +227,17 @@ class _TermSearch:
         if _name(node) not in _QUOTIENTS or len(node.args) != 2 or node.kwargs:
             return None
         above, below = node.args
-        if not isinstance(above, Node) or not isinstance(below, Node) or self._is_factor(below):
-            return None
-        if (divisor := self.arguments.divisor(below, self.sums)) is None:
+        if not isinstance(above, Node) or (divisor := self._divisor(below)) is None:
             return None
         parts = combination(self.traced, above, self.arguments, self.given, self.sums)
         is_sum = parts is not None and all(term.count is None and not term.is_mean for term in parts.terms.values())
         return Term(divisor[0], True, divisor[1]) if is_sum else None
+
+    def _divisor(self, value: Any) -> tuple[Count, Divisor | None] | None:
+        if isinstance(value, Node):
+            return None if self._is_factor(value) else self.arguments.divisor(value, self.sums)
+        count = self.arguments.fixed(value) if isinstance(value, int | float) else None
+        return None if count is None else (count, None)
 
     def _of_loss(self, loss: RowLoss, module: nn.Module | None) -> Term | None:
         if loss.reduction == "sum":

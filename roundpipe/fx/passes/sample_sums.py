@@ -63,9 +63,10 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
     for number in (1, 2):
         for axes in {shape[:number]: None for shape in batched if len(shape) >= number and min(shape[:number]) > 1}:
             with_rows = tuple(n for n, shape in moved.items() if shape[:number] == axes and n not in whole)
-            found.update(
-                _over(loss, {node: (shape, tensors[node].dtype) for node, shape in moved.items()}, with_rows, number)
-            )
+            arguments = {node: (shape, tensors[node].dtype) for node, shape in moved.items()}
+            is_of_features = number == 2 and axes[1] in fixed and set(outputs).issuperset(with_rows)
+            others = found if is_of_features else {}  # no label tells their number, and each sample has as many
+            found.update(_over(loss, arguments, with_rows, number) | others)
     return found
 
 

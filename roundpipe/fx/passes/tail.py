@@ -26,6 +26,7 @@ from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry
 from roundpipe.core.tiling import num_tiles
 from roundpipe.effects.kept import Kept, KeptLeaf
+from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
@@ -122,7 +123,7 @@ class JoinedTail:
             values = [trees.map_leaves(value, kept) for _, value in self._kept]
             places = [place for place, _ in self._kept]
             self._note_kept(self._first_microbatch + microbatch, places, values)
-        return trees.map_leaves(self._template, lambda leaf: made[leaf.name] if isinstance(leaf, OutputValue) else leaf)
+        return trees.map_leaves(self._template, lambda leaf: _returned(leaf, made))
 
     def loss(self, microbatch: int, outputs: Any, label: Any) -> Any:
         """The same from the model's outputs, as the loss function's graph is."""
@@ -189,6 +190,14 @@ class JoinedTail:
                 if node.op in ("get_attr", "call_module"):
                     copies[node].target = f"{prefix}.{node.target}"
         raise AssertionError("a graph without output")
+
+
+def _returned(leaf: Any, made: Carry) -> Any:
+    """What a loss function returns for a leaf; a number is one, for whoever checks what may be a loss."""
+    if not isinstance(leaf, OutputValue):
+        return leaf
+    value = made[leaf.name]
+    return value.item() if isinstance(leaf, OutputNumber) and not is_fake(value) else value
 
 
 def _without_dead_code(graph: torch.fx.Graph) -> None:

@@ -82,7 +82,7 @@ class Attempt:
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         inside = modules_in(world.twin)
         self._before = ModuleSnapshot(inside)
-        readers = Readers(map(type, inside), python.reach.codes)
+        readers = Readers(map(type, inside), [each.__code__ for each in python.reach.functions])
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
         self._before_hooks = {  # a module that an earlier forward put into the twin is no module of the user's
@@ -99,7 +99,7 @@ class Attempt:
         recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
-            with intercepting(self, world.model, self._python.reach.cells), world.entered(), recorder.watch, recorder:
+            with intercepting(self, world.model, self._python.reach), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
                 before = contents_of(*arguments)
                 out = world.twin(*arguments[0], **arguments[1])
@@ -139,7 +139,8 @@ class Attempt:
             nodes.append(argument)
             return OutputValue(argument.name)
 
-        return trees.map_leaves(out, place) if flat_values(out) or is_kept else out, nodes
+        has_values = is_kept or flat_values(out) or any(isinstance(each, NumberOfTensor) for each in trees.leaves(out))
+        return trees.map_leaves(out, place) if has_values else out, nodes
 
     def _closed_graph(self, template: Any, kept: list[Any]) -> GuardedGraph:
         """The graph with its guards, and without glue that nothing reads."""

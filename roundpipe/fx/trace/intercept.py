@@ -25,6 +25,7 @@ from torch import nn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in
+from roundpipe.effects.reach import ReachedState
 from roundpipe.fx.locations import is_model_file
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def _attempt_in_glue() -> Attempt | None:
 
 
 @contextmanager
-def intercepting(attempt: Attempt, model: nn.Module, cells: Iterable[types.CellType]) -> Iterator[None]:
-    """Sends the calls of this thread to ``attempt``; the model's closures may hold torch's functions in ``cells``."""
+def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Iterator[None]:
+    """Sends the calls of this thread to ``attempt``; ``reach`` has what the model's code calls or holds in closures."""
     with TRACING, ExitStack() as stack:
         _patch(stack, nn.Module, "__call__", _call_module)
         _patch_function_apply(stack)
@@ -64,22 +65,26 @@ def intercepting(attempt: Attempt, model: nn.Module, cells: Iterable[types.CellT
             _patch(stack, numpy.random, name, _refused("numpy.random", name, getattr(numpy.random, name)))
         for owner in (torch, torch.random):
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
-        _patch_grad_mode(stack, cells)
+        _patch_grad_mode(stack, reach.cells)
         _patch_transformers(stack)
-        for file in _files_of(model):
-            if "len" not in file.__dict__:  # the builtin can't give a symbol
-                file.__dict__["len"] = _length
-                stack.callback(file.__dict__.pop, "len", None)
+        for variables in _variables_of(model, reach):
+            if "len" not in variables:  # the builtin can't give a symbol
+                variables["len"] = _length
+                stack.callback(variables.pop, "len", None)
         stack.callback(setattr, _ACTIVE, "attempt", _attempt())
         _ACTIVE.attempt = attempt
         yield
 
 
-def _files_of(model: nn.Module) -> list[types.ModuleType]:
-    """The Python modules that the classes of a model are from, but for torch's."""
+def _variables_of(model: nn.Module, reach: ReachedState) -> list[dict[str, Any]]:
+    """The global variables of a model's code: of the files that its classes are from, but for torch's, and of the
+    functions that it reaches, such as helpers from other files; those that were typed in have no file.
+    """
     kinds = dict.fromkeys(kind for own in dict.fromkeys(map(type, modules_in(model))) for kind in own.__mro__)
     names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch")
-    return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
+    found = [sys.modules[name].__dict__ for name in names if name != "builtins" and name in sys.modules]
+    found += [function.__globals__ for function in reach.functions]
+    return list({id(each): each for each in found}.values())
 
 
 def _patch(stack: ExitStack, owner: Any, name: str, new: Any) -> None:

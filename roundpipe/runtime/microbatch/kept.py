@@ -1,12 +1,13 @@
 """What the microbatches of a call leave in Python, put there once the call is over, as the whole batch would.
 
 A mean that the graph of the loss weighs adds up to that of the batch. Of anything else the last microbatch's stays, or
-all of them where each is appended to a list.
+all of them where each is appended to a list, in the order of the samples.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -45,14 +46,23 @@ class KeptOfCall:
         each = [self._values[microbatch] for microbatch in sorted(self._values)]
         places, _ = each[-1]
         of_one_form = [values for own, values in each if len(own) == len(places)]
-        for place, *values in zip(places, *of_one_form, strict=True):
-            leaves = [trees.leaves(value) for value in values]
-            if place.is_appended and not all(map(_is_added, leaves[-1])):
-                for value in values:
+        columns = [(place, values) for place, *values in zip(places, *of_one_form, strict=True)]
+        for is_of_each, run in itertools.groupby(columns, _is_of_each):
+            if is_of_each:  # as the function does: all of a microbatch before any of the next
+                rows = zip(*([(place, value) for value in values] for place, values in run), strict=True)
+                for place, value in itertools.chain.from_iterable(rows):
                     place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)), self.moved)
-            else:
-                merged = [_plain(column, num_ranks) for column in zip(*leaves, strict=True)]
+                continue
+            for place, values in run:
+                leaves = zip(*map(trees.leaves, values), strict=True)
+                merged = [_plain(column, num_ranks) for column in leaves]
                 place.put(trees.rebuild(values[-1], merged), self.moved)
+
+
+def _is_of_each(column: tuple[Kept, list[Any]]) -> bool:
+    """Whether a place, with what microbatches give for it, gets the values of all of them: they add up to none."""
+    place, values = column
+    return place.is_appended and not all(map(_is_added, trees.leaves(values[-1])))
 
 
 def _is_added(leaf: Any) -> bool:
