@@ -136,12 +136,13 @@ def test_a_sum_over_the_length_is_a_mean(loss_fn: Loss, number: int) -> None:
 def over_float(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     LOGS["accuracy"] = (outputs.argmax(1) == label).sum() / float(len(label))
     LOGS["size"] = outputs.detach().square().sum() / float(outputs.numel())
-    return (outputs - label[:, None]).abs().sum() / int(label.shape[0])
+    return (outputs - label[:, None]).abs().sum() / float(label.shape[0])
 
 
 def over_a_number_of_its_own(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Not over that of samples: it is a sum, and so is what it logs."""
+    """Not over that of samples, or over a whole number, which may be anything: it is a sum, and so is what it logs."""
     LOGS["accuracy"], LOGS["size"] = (outputs.argmax(1) == label).sum() / 3.0, float(len(label))
+    LOGS["accumulated"] = (outputs.argmax(1) == label).sum() / 4
     return F.cross_entropy(outputs, label)
 
 
@@ -170,6 +171,7 @@ def test_a_sum_over_another_number_is_a_sum() -> None:
             (x,), label=label, loss_fn=over_a_number_of_its_own, loss_reduction="mean", run_config=config
         )
     torch.testing.assert_close(LOGS["accuracy"], torch.tensor(5 / 3.0))
+    torch.testing.assert_close(LOGS["accumulated"], torch.tensor(5 / 4))
     assert LOGS["size"] == NUMBER / 2  # of the last microbatch
 
 

@@ -236,7 +236,7 @@ class _TermSearch:
     def _divisor(self, value: Any) -> tuple[Count, Divisor | None] | None:
         if isinstance(value, Node):
             return None if self._is_factor(value) else self.arguments.divisor(value, self.sums)
-        count = self.arguments.fixed(value) if isinstance(value, int | float) else None
+        count = self.arguments.fixed(value) if isinstance(value, float) else None  # an int may be anything
         return None if count is None else (count, None)
 
     def _of_loss(self, loss: RowLoss, module: nn.Module | None) -> Term | None:
