@@ -28,7 +28,7 @@ from roundpipe.fx.graph.nodes import (
     writes_buffers,
 )
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_of_samples
 from roundpipe.fx.passes.sample_sums import SampleSum
 
 Count = Callable[[Any], float]
@@ -108,10 +108,11 @@ class ArgumentValues:
 
     def rows(self, rows: SampleSum) -> Count | None:
         """How many rows a microbatch has that are summed up, if one of these arguments tells."""
-        place = next((self._traced.input_paths[node.name] for node in rows.arguments if self.has(node)), None)
-        if place is None:
-            return None
-        return lambda arguments: float(math.prod(trees.get(arguments, place).shape[: rows.num_axes]))
+        node, num_axes = next((each for each in rows.counted if self.has(each[0])), (None, 0))
+        if node is None:
+            return self._told(rows.number)
+        place = self._traced.input_paths[node.name]
+        return lambda arguments: float(math.prod(trees.get(arguments, place).shape[:num_axes]))
 
     def samples(self) -> Count | None:
         """How many samples a microbatch has, if one of these arguments tells."""
@@ -133,6 +134,20 @@ class ArgumentValues:
             if is_fixed and number > 1 and number in itertools.accumulate(map(hint, shape), operator.mul):
                 return lambda arguments: float(number)
         return None
+
+    def first_size(self, tensor: torch.Tensor) -> Count | None:
+        """How many samples or tokens a tensor has in its first dimension, if these arguments tell.
+
+        A size that is not in proportion to the number of samples is none of theirs.
+        """
+        size: Any = tensor.shape[0] if tensor.ndim else 0
+        samples = symbols_of_samples(arguments_of_samples(self._traced))
+        return self._told(size) if isinstance(size, torch.SymInt) and is_in_proportion(size, samples) else None
+
+    def _told(self, size: Any) -> Count | None:
+        """A size, if it is made of those of these arguments."""
+        is_told = isinstance(size, torch.SymInt) and symbols_of(size) <= self._sizes.keys()
+        return (lambda arguments: float(self._size(size, arguments))) if is_told else None
 
     def divisor(self, node: Node, sums: Mapping[Node, SampleSum]) -> tuple[Count, Divisor | None] | None:
         """What a microbatch counts for if a sum is divided by a number, and what the divisor is for all of them.
@@ -189,11 +204,10 @@ class ArgumentValues:
         with torch.no_grad():
             for node in self._traced.graph.nodes:
                 if node in needed:
-                    run.values[node] = self._size(node, arguments) if _is_size(node) else run.run_node(node)
+                    run.values[node] = self._size(value_of(node), arguments) if _is_size(node) else run.run_node(node)
         return run.values
 
-    def _size(self, node: Node, arguments: Any) -> int:
-        size: Any = value_of(node)
+    def _size(self, size: Any, arguments: Any) -> int:
         places = {symbol: self._sizes[symbol] for symbol in symbols_of(size)}
         sizes = {symbol: trees.get(arguments, path).shape[dim] for symbol, (path, dim) in places.items()}
         return int(size.node.expr.subs(sizes))

@@ -245,17 +245,20 @@ class _TermSearch:
         target, ignored = loss.target, loss.arguments.get("ignore_index", -100)
         values = [value_of(each) if isinstance(each, Node) else None for each in (loss.arguments["input"], target)]
         scores, value = values
-        if loss.reduction != "mean" or not isinstance(scores, torch.Tensor) or not isinstance(value, torch.Tensor):
+        if not isinstance(scores, torch.Tensor) or not isinstance(value, torch.Tensor) or _compares_samples(scores):
             return None
+        is_like = list(map(hint, value.shape)) == list(map(hint, scores.shape))  # or one is repeated for the other
+        if loss.reduction == "batchmean":
+            count = self.arguments.first_size(scores) if is_like else None
+            return Term(count, is_mean=True) if count is not None else None
         weight = loss.arguments.get("weight")
-        if _compares_samples(scores) or not self.arguments.has_data_of(target):
+        if not self.arguments.has_data_of(target):
             return None
         if isinstance(weight, Node) and not self.arguments.is_constant(weight):
             return None
         if not loss.is_by_weight(value):
             if weight is not None:
                 return None
-            is_like = list(map(hint, value.shape)) == list(map(hint, scores.shape))  # or one is repeated for the other
             return Term(self.arguments.counter(target), is_mean=True) if is_like else None
         is_known = not isinstance(ignored, Node) or self.arguments.has(ignored)
         if isinstance(weight, torch.Tensor):  # the module may have another one by then

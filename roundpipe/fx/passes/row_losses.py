@@ -36,6 +36,7 @@ OF_MODULES: dict[type[nn.Module], tuple[Any, tuple[str, ...]]] = {
     nn.L1Loss: (F.l1_loss, ()),
     nn.SmoothL1Loss: (F.smooth_l1_loss, ("beta",)),
     nn.HuberLoss: (F.huber_loss, ("delta",)),
+    nn.KLDivLoss: (F.kl_div, ("log_target",)),
     nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
 }
 """The function that a module calls, and its attributes that it gives it."""

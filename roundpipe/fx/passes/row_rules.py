@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ class Watch(Protocol):
     """What a rule asks of the run that it is part of."""
 
     sizes: Sequence[int]
+    is_outermost: bool
+    """Whether rows may count a dimension as its outer part alone: what one row has of it lies together."""
 
     def found(self, tensor: torch.Tensor) -> Found: ...
 
@@ -174,12 +177,17 @@ def _norm(call: OperatorCall) -> list[Found]:
 
 
 def _view(call: OperatorCall) -> Found:
-    """Each dimension of the result must be one of the input, a split of one, or all of the rows."""
-    rows, sizes = call.only_first(), call.watch.sizes
+    """Each dimension of the result must be one of the input, a split of one, or all of the rows.
+
+    Where rows are outermost it may also be all rows with dimensions behind them.
+    """
+    rows, sizes, is_outermost = call.only_first(), call.watch.sizes, call.watch.is_outermost
     atoms: list[tuple[int, Axes | None]] = []
     for size, axes in zip(call.first.shape, rows, strict=True):
         if axes is not None:
             atoms += [(sizes[axis], (axis, axis + 1)) for axis in range(*axes)]
+            if is_outermost and (inner := size // math.prod(sizes[slice(*axes)])) > 1:
+                atoms.append((inner, None))
         elif size != 1:
             atoms.append((size, None))
     atoms.reverse()
@@ -188,7 +196,7 @@ def _view(call: OperatorCall) -> Found:
         taken: Axes | None = None
         left = size
         while left > 1:
-            if not atoms or (taken is not None and atoms[-1][1] is None):
+            if not atoms or (taken is not None and atoms[-1][1] is None and not is_outermost):
                 raise NotRowwise("it merges rows with other dimensions")
             atom, axes = atoms.pop()
             if axes is not None:

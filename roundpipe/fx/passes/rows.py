@@ -27,15 +27,23 @@ class RowWatch(TorchDispatchMode):
         sizes: of the row axes, each larger than one.
         rows: the inputs with rows.
         free: inputs that may be taken whole, or where they meet rows element by element, in rows too.
+        is_outermost: whether the rows, of one axis, may count a dimension as its outer part alone, as samples do where
+            they are flattened with their tokens.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, sizes: Sequence[int], rows: Iterable[tuple[torch.Tensor, Rows]], free: Iterable[torch.Tensor]
+        self,
+        sizes: Sequence[int],
+        rows: Iterable[tuple[torch.Tensor, Rows]],
+        free: Iterable[torch.Tensor],
+        *,
+        is_outermost: bool = False,
     ) -> None:
         super().__init__()
-        self.sizes = sizes
+        assert not is_outermost or len(sizes) == 1
+        self.sizes, self.is_outermost = sizes, is_outermost
         self.why_not = ""
         """The first reason why the node is not row-wise."""
         self.taken_in_rows: dict[int, Rows] = {}
@@ -135,5 +143,6 @@ class RowWatch(TorchDispatchMode):
     def _check(self, tensor: torch.Tensor, rows: Rows) -> None:
         self.check(rows)
         for size, dim in zip(tensor.shape, rows, strict=True):
-            if dim is not None and size != math.prod(self.sizes[slice(*dim)]):
+            number = size if dim is None else math.prod(self.sizes[slice(*dim)])
+            if size % number if self.is_outermost else size != number:
                 raise NotRowwise("its result has another number of rows")

@@ -41,7 +41,7 @@ def outputs_without_samples(traced: TracedGraph) -> dict[Path, bool]:
     return {
         path: is_made_of_samples
         for path, is_made_of_samples, value in tensors
-        if isinstance(value, torch.Tensor) and value.ndim and batch.isdisjoint(_symbols_in([value]))
+        if isinstance(value, torch.Tensor) and value.ndim and batch.isdisjoint(symbols_in([value]))
     }
 
 
@@ -49,15 +49,16 @@ def lacks_samples(traced: TracedGraph) -> str:
     """What says, in words, that no tensor among the outputs has the samples of the first argument; empty if one may."""
     outputs = [value_of(node) for node in traced.output_places.values()]
     tensors = [value for value in outputs if isinstance(value, torch.Tensor) and value.ndim]
-    known = _symbols_in([value_of(node) for node in traced.placeholders])
-    batch, sizes = _batch_symbols(traced), _symbols_in(tensors)
+    known = symbols_in([value_of(node) for node in traced.placeholders])
+    batch, sizes = _batch_symbols(traced), symbols_in(tensors)
     if not batch or not tensors or sizes & batch or sizes - known:  # data may decide how many there are
         return ""
     first, *_ = arguments_of_samples(traced)
     return f"no output has a dimension for the samples of {first.name}"
 
 
-def _symbols_in(values: Iterable[Any]) -> set[Any]:
+def symbols_in(values: Iterable[Any]) -> set[Any]:
+    """What stands for varying numbers in the sizes of tensors."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return {symbol for tensor in tensors for size in tensor.shape for symbol in _symbols(size)}
 

@@ -88,6 +88,7 @@ class _SampleWatch(TorchDispatchMode):
     """Follows samples through operators."""
 
     supports_higher_order_operators = True
+    is_outermost = False
 
     def __init__(self, number: int, microbatches: Collection[int]) -> None:
         super().__init__()

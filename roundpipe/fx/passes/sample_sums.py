@@ -1,6 +1,7 @@
 """The scalars of a loss function's graph that are sums or means over all samples, or all tokens, of what each has.
 
-Such a sum adds up over microbatches, whatever the function does to each row. The graph runs on fakes in which sizes
+Such a sum adds up over microbatches, whatever the function does to each row. What one sample has may be flattened
+with the samples, and a mean over it all is one over samples if each has as much. The graph runs on fakes in which sizes
 that differ in the example are different primes where they may vary, so that views tell rows from other dimensions.
 
 Invariant: what is not known to be made row by row is not among them.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -24,6 +25,7 @@ from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.attribute_copies import AttributeCopies, fakes_of
 from roundpipe.fx.passes.rows import RowWatch
+from roundpipe.fx.passes.sample_dimensions import symbols_in, symbols_of_samples
 from roundpipe.fx.sizes import flat_tensors
 
 _SMALLEST = 101
@@ -37,10 +39,13 @@ class SampleSum:
     """A sum or mean over the samples, or over the elements of their first two dimensions."""
 
     is_mean: bool
-    arguments: tuple[Node, ...]
-    """Those whose leading sizes are the number of rows."""
-    num_axes: int
-    """How many of these sizes are."""
+    counted: tuple[tuple[Node, int], ...]
+    """Arguments of which some leading sizes are the number of rows, and how many are; the finer rows first.
+
+    Where samples have as many tokens in all microbatches, either number will do.
+    """
+    number: int | torch.SymInt | None = None
+    """Of a mean, how many elements it is of, if samples may have more of these in one microbatch than in others."""
 
 
 def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[Node]) -> dict[Node, SampleSum]:
@@ -63,10 +68,14 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
     for number in (1, 2):
         for axes in {shape[:number]: None for shape in batched if len(shape) >= number and min(shape[:number]) > 1}:
             with_rows = tuple(n for n, shape in moved.items() if shape[:number] == axes and n not in whole)
-            arguments = {node: (shape, tensors[node].dtype) for node, shape in moved.items()}
-            is_of_features = number == 2 and axes[1] in fixed and set(outputs).issuperset(with_rows)
-            others = found if is_of_features else {}  # no label tells their number, and each sample has as many
-            found.update(_over(loss, arguments, with_rows, number) | others)
+            forms = {node: (shape, tensors[node].dtype) for node, shape in moved.items()}
+            for node, each in _over(loss, forms, with_rows, number).items():
+                known = found.get(node, SampleSum(each.is_mean, ()))
+                if number == 1 and each.is_mean and not _has_alike(node, with_rows):
+                    source = _averaged(node)
+                    found[node] = replace(known, number=None if source is None else source.numel())
+                else:
+                    found[node] = replace(known, counted=(*each.counted, *known.counted))
     return found
 
 
@@ -79,16 +88,28 @@ def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes
         tensors = [arguments[node] for node in with_rows]
         rows = [(tensor, (*leading, *(None,) * (tensor.ndim - num_axes))) for tensor in tensors]
         run = _FakeRun(AttributeCopies(loss, fakes_of(mode)), arguments)
-        watch = RowWatch(tensors[0].shape[:num_axes], rows, ())
+        watch = RowWatch(tensors[0].shape[:num_axes], rows, (), is_outermost=num_axes == 1)
         with suppress(Exception), watch:  # these sizes may not fit the code behind
             for node in loss.graph.nodes:
                 if node.op != "output":
                     run.values[node] = run.run_node(node)
     of_calls = ((node, flat_tensors(value)) for node, value in run.values.items() if node.op.startswith("call_"))
     found = {node: watch.found(tensors[0]) for node, tensors in of_calls if len(tensors) == 1}
-    return {
-        node: SampleSum(kind == "mean", with_rows, num_axes) for node, kind in found.items() if isinstance(kind, str)
-    }
+    counted = tuple((node, num_axes) for node in with_rows)
+    return {node: SampleSum(kind == "mean", counted) for node, kind in found.items() if isinstance(kind, str)}
+
+
+def _has_alike(mean: Node, with_rows: tuple[Node, ...]) -> bool:
+    """Whether all microbatches have as many elements of each sample, such as tokens, in what is averaged."""
+    source = _averaged(mean)
+    sizes = map(value_of, with_rows) if source is None else [source]
+    return symbols_in(sizes) <= symbols_of_samples(with_rows)
+
+
+def _averaged(mean: Node) -> torch.Tensor | None:
+    """What a node takes the mean of, as traced."""
+    value = value_of(mean.args[0]) if mean.args and isinstance(mean.args[0], Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 class _FakeRun(GraphInterpreter):
