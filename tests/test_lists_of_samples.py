@@ -92,17 +92,19 @@ def test_a_label_tells_that_the_samples_are_in_dimension_0() -> None:
     torch.manual_seed(0)
     model, views, label = Views(), [torch.rand(6, 6), torch.rand(6, 6)], torch.randint(CLASSES, (6,))
     expected = F.cross_entropy(model(views), label)
-    lengths = []
+    lengths, seen = [], []
 
     def loss_fn(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         lengths.append(len(logits))
+        seen.append(own.clone())
         return F.cross_entropy(logits, own)
 
     with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = piped.forward_backward((views,), label=label, loss_fn=loss_fn, loss_reduction="mean")
     torch.testing.assert_close(loss, expected.detach())
-    assert lengths[-3:] == [2, 2, 2]
+    assert lengths == [6] and [len(each) for each in seen] == [2, 2, 2]
+    assert torch.equal(torch.cat(seen), label)
 
 
 def images(*sizes: int) -> list[torch.Tensor]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 
 LeafKey = Callable[[Any], Hashable]
 
