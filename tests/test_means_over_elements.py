@@ -20,6 +20,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 SIZE, LENGTH, CLASSES = 7, 6, 5
 
 
+microbatches = pytest.mark.parametrize(
+    "num", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
+
+
 def of_samples() -> tuple[nn.Module, torch.Tensor, Any]:
     """Labels of which the first microbatches have none that counts."""
     torch.manual_seed(0)
@@ -90,7 +95,7 @@ OVER_ELEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", OVER_ELEMENTS)
 @pytest.mark.parametrize("made", [of_samples, of_tokens])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@microbatches
 def test_a_mean_over_elements_is_one_over_samples(name: str, made: Any, num: int) -> None:
     def loss_fn(outputs: torch.Tensor, label: Any) -> torch.Tensor:
         return cross_entropy(outputs, label) + 0.3 * OVER_ELEMENTS[name](outputs)
@@ -128,7 +133,7 @@ KL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", KL)
 @pytest.mark.parametrize("made", [of_samples, of_tokens])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@microbatches
 def test_a_teacher_is_followed_by_samples_and_classes_count_by_targets(name: str, made: Any, num: int) -> None:
     def loss_fn(outputs: torch.Tensor, label: Any) -> torch.Tensor:
         student, teacher = (each.div(2).log_softmax(-1) for each in (outputs, label["teacher"]))
@@ -151,7 +156,7 @@ class Distilled(nn.Module):
 
 
 @pytest.mark.parametrize("made", [of_samples, of_tokens])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@microbatches
 def test_a_models_own_divergence_counts_by_samples(made: Any, num: int) -> None:
     inner, inputs, label = made()
     model = Distilled(inner)
@@ -201,7 +206,7 @@ def with_all(outputs: torch.Tensor, label: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [over_count, over_mask, in_shape_again, by_sequence, with_all])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@microbatches
 def test_tokens_that_are_shifted_and_flattened_count_by_targets(loss_fn: Loss, num: int) -> None:
     assert check(of_tokens(), loss_fn, num) == (True, [])
 
