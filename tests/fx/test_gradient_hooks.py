@@ -1,5 +1,6 @@
 """Which hooks of parameters make of parts of a gradient what adds up to what they make of the whole."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from roundpipe.fx.passes.gradient_hooks import adds_up
 from tests.runtime.models import batch, config, mlp, square_loss
 
 MASK, INDEX, SEEN = torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.tensor([0, 2]), []
+AVERAGE, NUMBERS = torch.ones(4, 3), numpy.ones((4, 3))
 
 
 def clamps_in_place(gradient):
@@ -35,6 +37,35 @@ def helper(gradient):
 
 def decides(gradient):
     return gradient / 2 if gradient.norm() > 1 else gradient
+
+
+def average(gradient):
+    AVERAGE.mul_(0.9).add_(gradient)
+    return gradient
+
+
+def writes_there(gradient):
+    return torch.mul(gradient, 2, out=AVERAGE)
+
+
+def names_later():
+    def hook(gradient):
+        return gradient * later
+
+    made = [hook]
+    if not made:
+        later = 1
+    return hook
+
+
+class Strange:
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("asked")
+
+
+STRANGE = Strange()
 
 
 class Object:
@@ -70,6 +101,11 @@ HOOKS = {
     "prints": (lambda g: print(g), None),
     "decides": (decides, None),
     "of an object": (Object().hook, None),
+    "averages": (average, None),
+    "writes into another": (writes_there, None),
+    "of numpy": (lambda g: g * torch.from_numpy(NUMBERS), None),
+    "of what can't be compared": (lambda g: g * STRANGE, None),
+    "of what has no value": (names_later(), None),
     "writes numbers": (lambda g: g.index_put((INDEX,), torch.zeros(())), None),
 }
 
@@ -77,7 +113,7 @@ HOOKS = {
 @pytest.mark.parametrize(("hook", "expected"), HOOKS.values(), ids=HOOKS)
 def test_hooks(hook, expected):
     assert adds_up(hook, nn.Parameter(torch.randn(4, 3))) is expected
-    assert not SEEN
+    assert not SEEN and torch.equal(AVERAGE, torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("way", ["forward_backward", "plain", "auto"])

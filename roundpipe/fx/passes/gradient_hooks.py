@@ -20,7 +20,7 @@ import torch
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.trees import PLAIN
 from roundpipe.effects.uses import function_of
-from roundpipe.fx.fakes import code_at_other_sizes, fake_of, static_mode
+from roundpipe.fx.fakes import code_at_other_sizes, fake_of, is_fake, static_mode
 from roundpipe.fx.sizes import flat_tensors
 
 _OF_ONE = frozenset(
@@ -54,16 +54,16 @@ def adds_up(hook: Any, parameter: torch.Tensor) -> bool | None:
         hook: takes a gradient, and returns another one, or None: that of before, with what was written into it.
         parameter: whose gradients it gets.
     """
-    if not _only_computes(hook):
-        return None
     mode = static_mode()
     try:
+        if not _only_computes(hook):
+            return None
         with code_at_other_sizes(), torch.no_grad(), mode:
             gradient = fake_of(mode, parameter.detach(), torch.device("cpu"))
             watch = _LinearWatch(gradient)
             with watch:
                 made = hook(gradient)
-    except Exception:  # such as of data that a fake lacks
+    except Exception:  # such as of data that a fake lacks, or a variable that has no value yet
         return None
     return None if watch.is_unclear else watch.is_linear(gradient if made is None else made)
 
@@ -84,8 +84,12 @@ class _LinearWatch(TorchDispatchMode):
         return isinstance(made, torch.Tensor) and self._linear.get(id(made), False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name, inputs = func._schema.name.partition("::")[2], flat_tensors(args, kwargs or {})
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and not all(map(is_fake, flat_tensors(kwargs.get("out", args[:1])))):
+            self.is_unclear = True
+            raise ValueError("it writes what is the user's, such as an average of gradients")
+        out = func(*args, **kwargs)
+        name, inputs = func._schema.name.partition("::")[2], flat_tensors(args, kwargs)
         known = [self._linear.get(id(tensor)) for tensor in inputs]
         if any(each is not None for each in known):
             linear = self._keeps(name, args, known)
@@ -127,12 +131,13 @@ def _only_computes(hook: Any, depth: int = 0) -> bool:
     return all(_is_plain(value, depth) for value in values.values())
 
 
-_METHODS = frozenset(dir(torch.Tensor)) | frozenset(dir(torch)) | frozenset(dir(math)) | frozenset(dir(torch.linalg))
+_MODULES = (torch, math, torch.nn.functional, torch.linalg)
+_METHODS = frozenset(name for owner in (torch.Tensor, *_MODULES) for name in dir(owner))
 """What code may name that is no variable: attributes."""
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    if isinstance(value, (torch.Tensor, *PLAIN)) or value in (torch, math, torch.nn.functional, torch.linalg):
+    if isinstance(value, (torch.Tensor, *PLAIN)) or any(value is each for each in _MODULES):
         return True
     if callable(value) and _is_torchs(value):
         return True
