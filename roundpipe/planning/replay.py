@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
 from roundpipe.planning.host_values import values_on_host
-from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node, Op
+from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, Node, Op
 from roundpipe.planning.replayed import (
     CAUSES,
     Activity,
@@ -34,6 +34,7 @@ from roundpipe.planning.replayed import (
     ReplayedActivity,
     ReplayedStep,
     ReplayedWait,
+    Transfers,
 )
 from roundpipe.planning.replayed_releases import Releases
 from roundpipe.planning.residency import STREAMED, Residency, Share
@@ -78,8 +79,9 @@ class StepReplay:
         self._optimizer = Link(profile.optimizer_bytes_per_s)
         conversion_bytes_per_s = min(profile.conversion_bytes_per_s, profile.optimizer_bytes_per_s)
         self._hand_over = Link(conversion_bytes_per_s)
+        self._transfers = Transfers(self._queue, self.activities if record else None)
         self.stages = costs.of_jobs(schedule)
-        self._releases = Releases(self._queue, self._add_transfer, profile, self._down, costs.layers, self.stages)
+        self._releases = Releases(self._queue, self._transfers, profile, self._down, costs.layers, self.stages)
         self._before = {at: ring.before(number) for ring in schedule.rings for number, at in enumerate(ring.positions)}
         """Per job, by its position, the one that its worker runs before it, maybe in the step before."""
         self._on_host = values_on_host(schedule, costs)
@@ -153,7 +155,7 @@ class StepReplay:
         self._queue.add(step.forwards, *(forwards or losses))
         if self._update_bytes:
             after = (*others, step.exchanged, *self._updates[-1:])
-            update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
+            update = self._transfers.add("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
             others.append(update)
         for worker, share in self._shares.items():
@@ -180,25 +182,8 @@ class StepReplay:
         self._queue.add(update, *self._home.get(worker, ()))
         if share.home_bytes:
             down = self._down[worker]
-            self._home[worker] = [self._add_transfer("home", down, share.home_bytes, None, None, 2, update, at=worker)]
+            self._home[worker] = [self._transfers.add("home", down, share.home_bytes, None, None, 2, update, at=worker)]
         return [update, *self._home.get(worker, ())]
-
-    def _add_transfer(
-        self,
-        activity: Activity,
-        link: Link,
-        num_bytes: float,
-        job: Job | None,
-        microbatch: int | None,
-        priority: int,
-        *after: Node,
-        at: int | None = None,
-    ) -> LinkTransfer:
-        transfer = LinkTransfer(link, num_bytes, priority)
-        if self.record:
-            self.activities.append(ReplayedActivity(transfer, activity, job, microbatch, num_bytes, at))
-        self._queue.add(transfer, *after)
-        return transfer
 
     def _pieces(self, position: int, job: Job) -> list[range]:
         """Layers of a job whose weights come up one after the other, while those before them run: of a step's first."""
@@ -220,7 +205,7 @@ class StepReplay:
             if per_parameter and updated:
                 num_bytes = per_parameter * sum(num_trained(self._costs.layers[layer]) for layer in new)
                 after = [
-                    self._add_transfer("hand-over", self._hand_over, num_bytes, None, None, 0, before.forwards, *after)
+                    self._transfers.add("hand-over", self._hand_over, num_bytes, None, None, 0, before.forwards, *after)
                 ]
             written = Node()
             self._queue.add(written, *after)
@@ -251,7 +236,7 @@ class StepReplay:
         for layers, gate in zip(pieces, gates, strict=True):
             num_bytes = 0 if are_there else self._costs.weight_bytes(layers.start, layers.stop)
             after = waits if gate is None else [gate, *waits]
-            uploads.append(self._add_transfer("weights", self._up[job.worker], num_bytes, job, None, 1, *after))
+            uploads.append(self._transfers.add("weights", self._up[job.worker], num_bytes, job, None, 1, *after))
             for layer in layers:
                 step.uploads.setdefault(layer, []).append(uploads[-1])
         return uploads
@@ -298,7 +283,7 @@ class StepReplay:
 
         def bring(num_bytes: int, *after: Node) -> Node:
             is_free = (recent[0],) if len(recent) == recent.maxlen else ()  # as the run before begins
-            return self._add_transfer("upload", up, num_bytes, job, microbatch, 0, *after, *is_free)
+            return self._transfers.add("upload", up, num_bytes, job, microbatch, 0, *after, *is_free)
 
         op: Op | None = None
         forward: Op | None = None
@@ -319,10 +304,10 @@ class StepReplay:
                 late_s -= forward_s(range(rest, job.stop))
             op = add(late_s, incoming, producer, is_last=True)
             recent.append(op)
-            on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
+            on_host = self._transfers.add("download", down, written_bytes, job, microbatch, 0, op)
             outputs[microbatch] = on_host, op
             if kept_bytes:
-                self._add_transfer("kept", down, kept_bytes, job, microbatch, 1, op)
+                self._transfers.add("kept", down, kept_bytes, job, microbatch, 1, op)
         assert op is not None
         return op, forward
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from roundpipe.core.schedule import Job, Schedule
-from roundpipe.planning.machine import Node
+from roundpipe.planning.machine import EventQueue, Link, LinkTransfer, Node
 
 _SAME = 5e-4
 """Share of a step within which all ends of two steps must agree for the replay to be steady."""
@@ -116,6 +116,31 @@ class ReplayedStep:
         end_s = self.ends[len(self.schedule.jobs) - 1].over_s
         assert end_s is not None
         return end_s
+
+
+class Transfers:
+    """Adds transfers to the queue of a replay; they are among its ``activities``, if these are recorded."""
+
+    def __init__(self, queue: EventQueue, activities: list[ReplayedActivity] | None) -> None:
+        self._queue, self._activities = queue, activities
+
+    def add(
+        self,
+        activity: Activity,
+        link: Link,
+        num_bytes: float,
+        job: Job | None,
+        microbatch: int | None,
+        priority: int,
+        *after: Node,
+        at: int | None = None,
+    ) -> LinkTransfer:
+        """One on a link, behind some nodes."""
+        transfer = LinkTransfer(link, num_bytes, priority)
+        if self._activities is not None:
+            self._activities.append(ReplayedActivity(transfer, activity, job, microbatch, num_bytes, at))
+        self._queue.add(transfer, *after)
+        return transfer
 
 
 class FinishedSteps:

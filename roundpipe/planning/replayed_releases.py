@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Job
-from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node
-from roundpipe.planning.replayed import Activity, EarlierJob
+from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, Node
+from roundpipe.planning.replayed import EarlierJob, Transfers
 from roundpipe.planning.stage_costs import StageCost, num_trained
-
-
-class AddTransfer(Protocol):
-    """Adds a transfer on a link, of a job or one of its microbatches, behind some nodes."""
-
-    def __call__(
-        self,
-        activity: Activity,
-        link: Link,
-        num_bytes: float,
-        job: Job | None,
-        microbatch: int | None,
-        priority: int,
-        *after: Node,
-    ) -> LinkTransfer: ...
 
 
 class Releases:
@@ -34,13 +18,13 @@ class Releases:
     def __init__(
         self,
         queue: EventQueue,
-        add_transfer: AddTransfer,
+        transfers: Transfers,
         profile: HardwareProfile,
         down: Sequence[Link],
         layers: Sequence[LayerCost],
         stages: Sequence[StageCost],
     ) -> None:
-        self._queue, self._add_transfer, self._profile = queue, add_transfer, profile
+        self._queue, self._transfers, self._profile = queue, transfers, profile
         self._down, self._layers, self._stages = down, layers, stages
         conversion_bytes_per_s = min(profile.conversion_bytes_per_s, profile.optimizer_bytes_per_s)
         self.added = [Link(conversion_bytes_per_s) for _ in down]
@@ -63,7 +47,7 @@ class Releases:
             if num_bytes:
                 after = [ends[other] for other in (positions if adds_up else [at])]
                 link = self._down[job.worker]
-                gradients = self._add_transfer("gradients", link, num_bytes * share, job, None, 2, *after)
+                gradients = self._transfers.add("gradients", link, num_bytes * share, job, None, 2, *after)
             earlier = self._add_one(job, ends[at], gradients, num_bytes, share)
             self.earlier[job.worker].append(earlier)
             others += [] if gradients is None else [gradients, earlier.settled]
@@ -86,7 +70,7 @@ class Releases:
             after = gradients, settled
             settled = Node()
             if num_bytes:
-                settled = self._add_transfer("added", self.added[job.worker], num_bytes, job, None, 0, *after)
+                settled = self._transfers.add("added", self.added[job.worker], num_bytes, job, None, 0, *after)
             else:
                 self._queue.add(settled, *after)
         return EarlierJob(job, last, gradients, gradient_bytes, settled, released)

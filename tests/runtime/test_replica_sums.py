@@ -11,8 +11,8 @@ from roundpipe import Device, ExecutePlan
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.weights import download, replica_sums
-from roundpipe.runtime.weights.download import Download
-from roundpipe.runtime.weights.replica_sums import Addends, bring_sums
+from roundpipe.runtime.weights.download import Addends, Download
+from roundpipe.runtime.weights.replica_sums import bring_sums
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, mlp, square_loss
 
 PLAN = ExecutePlan([(0, 1), (1, 3)], (3, 4), [(1, 3), (0, 1)], replicas=[2, 1, 3, 2, 3])

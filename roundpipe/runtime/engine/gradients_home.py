@@ -9,6 +9,7 @@ Invariant: whatever is raised, a job that is given to `GradientsHome.bring` leav
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -131,7 +132,6 @@ class GradientsHome:
                 step.leaves_gradients = step.leaves_gradients or bool(touched)
                 stays_there = all(each.stays_there for _, each in group)
                 self._settle(step, job, group, scale, converts=not stays_there)
-                step.note_home(index for index, _ in group)
                 indexes = [index for index, _ in group]
                 if touched and not stays_there:
                     self._conversions.submit(self._end, step, indexes)
@@ -142,8 +142,12 @@ class GradientsHome:
         except BaseException as error:
             step.cancel(error)
         finally:
-            for _, each in group:
-                each.drop_addends()
+            summed = [(index, each) for index, each in group if each.addends is not None]
+            for _, each in summed:
+                with contextlib.suppress(RuntimeError):  # the device is lost, and so is the step
+                    each.drop_addends()
+            if summed:
+                step.note_home(index for index, _ in summed)
             with self._gates.board.lock:
                 self.is_bringing = False
                 self._gates.board.notify()
@@ -161,12 +165,11 @@ class GradientsHome:
             num_bytes = 0 if piece.event is None else sum(bytes_of(gradient) for _, _, gradient in piece.gradients)
             with self._log.doing("home", f"add gradients of {job}", bytes=num_bytes, job=index):
                 piece.settle(scale)
-            left.subtract(host for host, _, _ in piece.gradients)
-            whole = [host for host in dict.fromkeys(host for host, _, _ in piece.gradients) if not left[host]]
+            hosts = [host for host, _, _ in piece.gradients]
+            left.subtract(hosts)
+            whole = [host for host in dict.fromkeys(hosts) if not left[host]]
             if converts and whole:
                 self._conversions.submit(self._convert, step, job, whole)
-        for _, each in group:
-            each.drop_addends()
 
     def _convert(self, step: StepState, job: Job, touched: Sequence[torch.Tensor]) -> None:
         """Convert what a job has added to the host's gradients, if it is all; never raises."""

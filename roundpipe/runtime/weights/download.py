@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,32 @@ from roundpipe.core.storages import is_plain
 from roundpipe.core.together import Together, scale_all
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert
-from roundpipe.runtime.weights.replica_sums import Addends
 from roundpipe.runtime.weights.slots import Attribute
 
 PIECE_BYTES = 2**28
 """Of gradients that are added and converted while those behind them are on their way."""
+
+NoteMoved = Callable[[int, Moment, Moment], None]
+"""Told how many bytes a device has brought home, and from when to when."""
+
+
+@dataclass(slots=True)
+class Addends:
+    """A replica's gradients on its device, until the sums are home."""
+
+    backend: Backend
+    computed: Event
+    """When they are there."""
+    note_moved: NoteMoved
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Host parameter, and what to add up."""
+
+    def take(self, host: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Whether this gradient can be added up on devices; if so, it is one of these."""
+        if not is_plain(gradient):
+            return False
+        self.gradients.append((host, gradient.detach()))
+        return True
 
 
 @dataclass(slots=True)

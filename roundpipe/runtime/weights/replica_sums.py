@@ -7,43 +7,17 @@ gradients' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-from roundpipe.core.storages import is_plain
-from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
-
-if TYPE_CHECKING:
-    from roundpipe.runtime.weights.download import Download
+from roundpipe.runtime.device.backend import Lane
+from roundpipe.runtime.weights.download import Addends, Download
 
 PIECE_BYTES = 16 * 1024**2
 """Of gradients that come from another device at once, each of which takes as much memory meanwhile."""
-
-NoteMoved = Callable[[int, Moment, Moment], None]
-"""Told how many bytes a device has brought home, and from when to when."""
-
-
-@dataclass(slots=True)
-class Addends:
-    """A replica's gradients on its device, until the sums are home."""
-
-    backend: Backend
-    computed: Event
-    """When they are there."""
-    note_moved: NoteMoved
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Host parameter, and what to add up."""
-
-    def take(self, host: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Whether this gradient can be added up on devices; if so, it is one of these."""
-        if gradient.layout is not torch.strided or not is_plain(gradient):
-            return False
-        self.gradients.append((host, gradient.detach()))
-        return True
 
 
 @dataclass(slots=True)
@@ -61,12 +35,12 @@ def bring_sums(downloads: Sequence[Download]) -> None:
     The devices do it behind this call; `Download.wait` comes before anybody reads it, `drop_addends` at the end.
     """
     sharers = [_Sharer(download, download.addends) for download in downloads if download.addends is not None]
+    if not sharers:
+        return
     by_parameter: dict[torch.Tensor, list[tuple[_Sharer, torch.Tensor]]] = {}
     for sharer in sharers:
         for host, gradient in sharer.addends.gradients:
             by_parameter.setdefault(host, []).append((sharer, gradient))
-    if not sharers:
-        return
     with ExitStack() as lanes, torch.no_grad():
         for sharer in sharers:
             backend = sharer.addends.backend

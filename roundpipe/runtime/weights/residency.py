@@ -28,11 +28,10 @@ from torch import nn
 
 from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
-from roundpipe.runtime.weights.download import Download
+from roundpipe.runtime.weights.download import Addends, Download, NoteMoved
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers
 from roundpipe.runtime.weights.known_views import KnownViews
 from roundpipe.runtime.weights.replica import BoundLayer
-from roundpipe.runtime.weights.replica_sums import Addends, NoteMoved
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
 from roundpipe.runtime.weights.slots import ALIGNMENT, aligned
 from roundpipe.runtime.weights.twins import Twins
