@@ -45,8 +45,8 @@ class HookWarnings:
     def _warn(self, parameter: torch.Tensor, num_microbatches: int) -> None:
         name = next((name for name, each in self._model.named_parameters() if each is parameter), "a parameter")
         warn(
-            f"a hook of {name} runs on the gradient of each of {num_microbatches} microbatches, and what it makes of "
-            "them does not add up to what it makes of the whole batch's gradient, as where it clamps or normalises. "
-            "Clip in step_fn, such as by torch.nn.utils.clip_grad_value_(model.optim_parameters(), 0.1), or give "
+            f"a hook of {name} runs on the gradient of each of {num_microbatches} microbatches. The results do not add "
+            "up to what it would make of the whole batch's gradient, for example because it clamps or normalises. Clip "
+            "in step_fn instead, with torch.nn.utils.clip_grad_value_(model.optim_parameters(), 0.1), or set "
             "RoundPipeRunConfig(num_microbatch=1)"
         )
