@@ -9,7 +9,7 @@ import torch
 import roundpipe
 from roundpipe import Device, ExecutePlan
 from roundpipe.runtime.engine import full_plans
-from roundpipe.runtime.weights import twin_group
+from roundpipe.runtime.weights import download, twin_group
 from roundpipe.runtime.weights.twins import Twins
 from tests.runtime import test_unasked as loops
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, evaluate, optimizer_of, read_state, train_scaled, write_copies
@@ -272,8 +272,12 @@ def test_gradients_of_workers_with_one_device_outlive_the_update(dtype, is_async
     ],
 )
 @pytest.mark.parametrize("is_all", [True, False])
-def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, devices, is_all):
-    """The norm of all gradients is of tensors of several devices, put together by hand as well."""
+def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, monkeypatch, devices, is_all):
+    """The norm of all gradients is of tensors of several devices, put together by hand as well.
+
+    Of one stage, some gradients stay on the device while others come home in pieces.
+    """
+    monkeypatch.setattr(download, "PIECE_BYTES", 2**20)
     width, memory_bytes = 512, (80 if is_all else 20) * 2**20
     if devices[0] != "cpu":  # a tenth is left to libraries, whose workspaces are as large as such layers
         width, memory_bytes = 2048, (1280 if is_all else 416) * 2**20

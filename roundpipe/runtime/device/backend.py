@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from roundpipe.core.checks import is_number
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, shown
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
@@ -150,18 +151,20 @@ class Backend(ABC):
         """What is in use beside what is planned for, as far as the device tells."""
         return UnplannedMemory()
 
-    def activate(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def activate(self) -> Iterator[None]:
         """Make the device and its COMPUTE stream current in the calling thread."""
-        return nullcontext()
+        yield
 
     def _count(self, lane: Lane, num_bytes: int) -> None:
         """A copy is given to a lane; GRADIENTS gets some from other threads than the worker's own."""
         with self._moved_lock:
             self.moved_bytes[lane] += num_bytes
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
         """Give a lane what the calling thread has the device do inside; other devices' work goes where it went."""
-        return nullcontext()
+        yield
 
     def is_peer(self, other: Backend) -> bool:
         """Whether the device reads another worker's memory without the host in between."""

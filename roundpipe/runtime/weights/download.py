@@ -52,8 +52,8 @@ class Download:
     num_bytes: int = 0
     gradients: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Host parameter, who has its gradient, which is the twin if it has one, and what to add to that."""
-    on_device: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-    """For what is done to twins."""
+    on_device: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    """Makes a context for what is done to twins, for each piece its own."""
     buffers: list[tuple[list[Attribute], torch.Tensor | None]] = field(default_factory=list)
     """Attributes of the original tree, downloaded value."""
     dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Download:
     def settle(self, scale: float = 1.0) -> None:
         """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
         self.wait()
-        with self.on_device, torch.no_grad(), Together() as together:
+        with self.on_device(), torch.no_grad(), Together() as together:
             for parameter, dtype in self.dtypes:
                 convert(parameter, dtype)
             if scale != 1:

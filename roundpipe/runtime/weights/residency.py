@@ -196,7 +196,7 @@ class Visit:
         twins = self._residents.twins
         computed = backend.record(Lane.COMPUTE)
         addends = None if note_sums is None else Addends(backend, computed, note_sums)
-        download, events = Download(on_device=twins.activate(), addends=addends), [computed]
+        download, events = Download(on_device=twins.activate, addends=addends), [computed]
         sources: list[Any] = []
         backend.wait(Lane.GRADIENTS, computed)
         # links serve in order of arrival: the last values, which the next stage waits for, go before
