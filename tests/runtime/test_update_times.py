@@ -76,14 +76,14 @@ def test_long_steps_tell_once_they_are_steady_or_enough_of_them_were_seen(monkey
         now[0] += step_s
         found.append(clock.times.on_host_s())
     clock.update(2.0)
-    assert found == [None] * 5 and clock.times.on_host_s() == (2.0, 3.0)  # 3.0 and 2.95 are alike
+    assert found == [None] * 5 and clock.times.on_host_s() == (2.0, pytest.approx(2.95))  # 3.0 and 2.95 are alike
     clock, now[0] = Clock(), 0.0
     for number in range(KEPT):
         clock.update(2.0)
         now[0] += 1.0 + number % 2
         assert clock.times.on_host_s() is None
     clock.update(2.0)
-    assert clock.times.on_host_s()[1] in (1.0, 2.0)
+    assert clock.times.on_host_s()[1] == 1.0  # what makes some longer is not what a step takes
 
 
 def test_updates_that_still_get_faster_tell_nothing_yet():

@@ -144,13 +144,16 @@ class UpdateTimes:
         return self._all_on_host
 
     def on_host_s(self) -> tuple[float, float] | None:
-        """Seconds of an update on the host, its hand-over among them, and between two; None: not known well enough."""
+        """Seconds of an update on the host, its hand-over among them, and between two; None: not known well enough.
+
+        Between two, the shortest count: a new plan, or memory that is touched for the first time, makes one longer.
+        """
         if not _are_warm(taken := list(self._warm)):
             return None
         gaps = [now.asked_s - then.asked_s for then, now in pairwise(taken)]
         if len(taken) < KEPT and _still_change(gaps):
             return None
-        return median_low(each.on_host_s for each in taken), median_low(gaps)
+        return median_low(each.on_host_s for each in taken), min(gaps)
 
 
 def _still_change(gaps_s: Sequence[float]) -> bool:
