@@ -338,11 +338,17 @@ class PlanChooser:
         if self._num_workers == 1:
             return plan
         if predict is not None and self._may_stay(call):
-            plan = best_owned(costs, predict, (1 - OWNED_GAIN) * predict(plan), **arguments) or plan
-        if not call.may_replicate or call.num_microbatches == 1:
+            limit_s = (1 - OWNED_GAIN) * predict(plan)
+            if least_seconds(costs, **arguments) <= limit_s:
+                plan = best_owned(costs, predict, limit_s, **arguments) or plan
+        if not call.may_replicate:
             return plan
-        shared, seconds = choose(costs, replicate=True), self.seconds(call, tiles)
-        return shared if seconds(shared) <= (1 - REPLICAS_GAIN) * seconds(plan) else plan
+        seconds = self.seconds(call, tiles)
+        limit_s = (1 - REPLICAS_GAIN) * seconds(plan)
+        if least_seconds(costs, replicate=True, **arguments) > limit_s:
+            return plan
+        shared = choose(costs, replicate=True)
+        return shared if seconds(shared) <= limit_s else plan
 
     def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
         """Whether a plan fits in tiles, as if what runs in ``free`` layers took no memory; quicker than a plan."""
@@ -383,7 +389,7 @@ class PlanChooser:
     def least_seconds(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> float:
         """Seconds per step that no plan in tiles goes below; ``free``: see `fits`."""
         costs, arguments = self._problem(call, tiles, free)
-        return least_seconds(costs, **arguments)
+        return least_seconds(costs, replicate=call.may_replicate, **arguments)
 
     def _prediction(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> Prediction | None:
         return self.costs.prediction(call, costs, links, functools.partial(self._residency, call))

@@ -23,14 +23,15 @@ def replanned(plans: PlansInTiles, call: Call, kept: KeptPlan) -> ExecutePlan:
         return present
     seconds = plans.seconds(call, kept.tiles)
     present_s = seconds(present)
-    if present_s < SHORTEST_STEP_S:
+    most_s = (1 - REPLAN_GAIN) * present_s
+    if present_s < SHORTEST_STEP_S or plans.least_seconds(call, kept.tiles) > most_s:
         return present
     try:
         plan = plans.choose(call, kept.tiles)
     except DeviceMemoryError:  # by what was measured, and the present one has run
         return present
     plan_s = seconds(plan)
-    if plan_s > (1 - REPLAN_GAIN) * present_s:
+    if plan_s > most_s:
         return present
     logger.info(
         "new plan from measured layer times: %d stages instead of %d, predicted %.3g s per step instead of %.3g s",
