@@ -62,6 +62,8 @@ _PACKING_WITHIN = 1.1
 """Packings whose bound is this much above the best so far are still evaluated: a climb may start there."""
 _KICK_WITHIN = 1.3
 """How much slower a kicked plan may be."""
+_MOST_IN_VAIN = 250
+"""Kicks in a row that led to no new leader, after which there are no more: plans of few stages have few neighbours."""
 _AS_FAST = 1 + 1e-9
 """Factor within which two times count as one."""
 _MAX_REPLICAS = 4
@@ -358,8 +360,10 @@ class Search:
 
     def _kick(self, leaders: list[Candidate]) -> None:
         """Leaves the ends of the climbs by random moves and climbs again."""
-        random = Random(0)
+        random, num_in_vain = Random(0), 0
         while leaders and self.effort.ops_left > 0 and self.best_s > self.floor_s * _AS_FAST:
+            if (num_in_vain := num_in_vain + 1) > _MOST_IN_VAIN:
+                break
             leader = min(random.sample(leaders, min(2, len(leaders))), key=self.rank)
             candidate = leader
             for _ in range(random.randint(1, _MAX_KICK)):
@@ -371,6 +375,7 @@ class Search:
                 end = self._climb(candidate)
                 if end not in leaders:
                     leaders = sorted([*leaders, end], key=self.rank)[:_NUM_LEADERS]
+                    num_in_vain *= end not in leaders
 
 
 def _distance(time_s: float, other_s: float) -> float:
