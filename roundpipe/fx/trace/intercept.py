@@ -158,12 +158,13 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
 
     noting.__wrapped__ = original  # type: ignore[attr-defined]
     _patch(stack, torch, "is_grad_enabled", noting)
-    for file, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", None)
-        if type(namespace) is not dict or file.partition(".")[0] in _OTHERS:
-            continue
-        if id(original) in map(id, list(namespace.values())):
-            for name in [name for name, value in list(namespace.items()) if value is original]:
+    for file, module in list(sys.modules.items()):  # thousands, of which few have changed since the last time
+        namespace = getattr(module, "__dict__", _NOTHING)
+        known = _NAMES.get(file)
+        if known is None or known[0] != len(namespace) or file == "__main__":
+            known = _NAMES[file] = len(namespace), _names_of(original, file, namespace)
+        for name in known[1]:
+            if namespace.get(name) is original:
                 stack.callback(namespace.__setitem__, name, original)
                 namespace[name] = noting
     for cell in cells:
@@ -172,6 +173,16 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
             cell.cell_contents = noting
 
 
+def _names_of(function: Any, file: str, namespace: dict[str, Any]) -> list[str]:
+    """Under which names a file that may be a model's has a function."""
+    if type(namespace) is not dict or file.partition(".")[0] in _OTHERS:
+        return []
+    return [name for name, value in list(namespace.items()) if value is function]
+
+
+_NAMES: dict[str, tuple[int, list[str]]] = {}
+"""Per file, with the length that its namespace had."""
+_NOTHING: dict[str, Any] = {}
 _OF_TORCH = {"torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
 _WITHOUT_TORCH = {"scipy", "pandas", "pyarrow", "narwhals", "matplotlib", "PIL", "IPython", "_pytest", "hypothesis"}
 _OTHERS = frozenset({"roundpipe", *_OF_TORCH, *_WITHOUT_TORCH, *sys.stdlib_module_names}) - {"__main__"}

@@ -6,6 +6,7 @@ is what is hidden the least. A parameter of several layers stays for all of them
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -278,11 +279,23 @@ class PlansBeside:
             arguments = self._arguments(left_bytes)
             if may_win and not may_win(Stays(residency, least_seconds(there, **arguments), has_updates)):
                 return None
+            if may_win and has_updates and not may_win(Stays(residency, self._computed_s, has_updates)):
+                return None
             try:
                 plan = choose_plan(there, **arguments, predict=predict, link_bytes_per_s=min(links))
             except DeviceMemoryError:
                 plan = None
         return None if plan is None else self._found(plan, residency, predict)
+
+    @functools.cached_property
+    def _computed_s(self) -> float:
+        """What a step would take if nothing stayed, moved or was updated: with less memory no plan takes less."""
+        try:
+            plan = choose_plan(self._costs, **self._arguments(self._budget_bytes))
+        except DeviceMemoryError:
+            return 0.0
+        tasks_s = self._model.tasks_s(plan.num_stages, self._call.num_microbatches)
+        return self._seconds(plan, None, self._costs) + tasks_s
 
     def _found(self, plan: ExecutePlan, residency: Residency, predict: Prediction | None) -> PlanBeside:
         has_updates = predict is not None and self._model.chain_of(self._call) is not None
