@@ -14,18 +14,21 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is b
 CASES = [
     Case("pretraining", (5, 2), microbatches=3, is_async=True, options=(("recompute_grain", "layer"),)),
     Case("penalised", returns=True),
+    Case("list", (6, 5), microbatches=1),
+    Case("quotients", (5, 2), is_async=True),
+    Case("one mean", (5, 2)),
+]
+MORE = [
     Case("penalised", (6, 1), microbatches=1, returns=True),
     Case("penalised", (4, 3), is_async=True, options=(("tiles", 2),)),
-    Case("list", (6, 5), microbatches=1),
     Case("weights", (2,), is_async=True),
-    Case("quotients", (5, 2), is_async=True),
     Case("quotients", (6, 3), microbatches=3, options=(("tiles", 2),)),
-    Case("one mean", (5, 2)),
 ]
 
 
-def test_losses_and_gradients_are_those_of_one_process(two: Ranks) -> None:
-    for case, *of_ranks in zip(CASES, *two.run(steps, CASES), strict=True):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])
+def test_losses_and_gradients_are_those_of_one_process(two: Ranks, cases: list[Case]) -> None:
+    for case, *of_ranks in zip(cases, *two.run(steps, cases), strict=True):
         expected, reference = joined(case)
         for _, found, _ in of_ranks:
             assert len(found) == 1 + case.is_async
