@@ -32,8 +32,8 @@ from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel, Prediction
 from roundpipe.runtime.engine.spec import Call
 
-EIGHTHS = (8, 6, 4, 2, 1)
-"""Of the most layers that fit, those that are looked at; each takes a search."""
+EIGHTHS = range(8, 0, -1)
+"""Of the most layers that fit, those that are looked at."""
 
 
 class OptimizerFacts(Protocol):
