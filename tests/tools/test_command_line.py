@@ -80,7 +80,7 @@ def test_published_models(run: Output, tmp_path: Path, name: str, limit_s: float
     command = ("plan", "--costs", written(tmp_path, costs), "--devices", 8, "--microbatches", 9, "--json")
     plain, replicated = json_of(run(*command, "--replicas", "off")), json_of(run(*command))
     assert set(plain) == {
-        *("forward", "fused", "backward", "replicas", "round_s", "idle", "lower_bound_s", "planning_s"),
+        *("forward", "fused", "backward", "replicas", "rotates", "round_s", "idle", "lower_bound_s", "planning_s"),
     }
     assert plain["round_s"] <= limit_s
     assert replicated["round_s"] <= replicated_limit_s
