@@ -159,11 +159,13 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
     noting.__wrapped__ = original  # type: ignore[attr-defined]
     _patch(stack, torch, "is_grad_enabled", noting)
     for file, module in list(sys.modules.items()):  # thousands, of which few have changed since the last time
-        namespace = getattr(module, "__dict__", _NOTHING)
+        namespace = getattr(module, "__dict__", None)
+        if type(namespace) is not dict:
+            continue
         known = _NAMES.get(file)
-        if known is None or known[0] != len(namespace) or file == "__main__":
-            known = _NAMES[file] = len(namespace), _names_of(original, file, namespace)
-        for name in known[1]:
+        if known is None or known[:2] != (id(namespace), len(namespace)) or file == "__main__":
+            known = _NAMES[file] = id(namespace), len(namespace), _names_of(original, file, namespace)
+        for name in known[2]:
             if namespace.get(name) is original:
                 stack.callback(namespace.__setitem__, name, original)
                 namespace[name] = noting
@@ -175,14 +177,12 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
 
 def _names_of(function: Any, file: str, namespace: dict[str, Any]) -> list[str]:
     """Under which names a file that may be a model's has a function."""
-    if type(namespace) is not dict or file.partition(".")[0] in _OTHERS:
-        return []
-    return [name for name, value in list(namespace.items()) if value is function]
+    is_other = file.partition(".")[0] in _OTHERS
+    return [] if is_other else [name for name, value in list(namespace.items()) if value is function]
 
 
-_NAMES: dict[str, tuple[int, list[str]]] = {}
-"""Per file, with the length that its namespace had."""
-_NOTHING: dict[str, Any] = {}
+_NAMES: dict[str, tuple[int, int, list[str]]] = {}
+"""Per file, with the identity and the length that its namespace had."""
 _OF_TORCH = {"torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
 _WITHOUT_TORCH = {"scipy", "pandas", "pyarrow", "narwhals", "matplotlib", "PIL", "IPython", "_pytest", "hypothesis"}
 _OTHERS = frozenset({"roundpipe", *_OF_TORCH, *_WITHOUT_TORCH, *sys.stdlib_module_names}) - {"__main__"}

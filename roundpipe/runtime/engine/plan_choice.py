@@ -341,7 +341,7 @@ class PlanChooser:
             limit_s = (1 - OWNED_GAIN) * predict(plan)
             if least_seconds(costs, **arguments) <= limit_s:
                 plan = best_owned(costs, predict, limit_s, **arguments) or plan
-        if not call.may_replicate:
+        if not call.may_replicate or call.num_microbatches == 1:
             return plan
         seconds = self.seconds(call, tiles)
         limit_s = (1 - REPLICAS_GAIN) * seconds(plan)
