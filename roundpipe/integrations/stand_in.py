@@ -21,7 +21,8 @@ from roundpipe.effects.places import CONTAINER, CONTAINERS, contents
 class ModelStandIn:
     """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``, and ``others`` are attributes of its own.
 
-    Of another stand-in it has the model, and the attributes, too.
+    It is equal to what answers: loss code asks so whether it has the wrapped model, which it then puts in the place of
+    the plain one that it holds. Of another stand-in it has the model, and the attributes, too.
     """
 
     def __init__(self, model: Any, answer: Callable[..., Any], **others: Any) -> None:
@@ -36,6 +37,12 @@ class ModelStandIn:
         return self.__dict__["_answer"](*args, **kwargs)
 
     forward = __call__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self.__dict__["_answer"] is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)

@@ -239,10 +239,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
                     f"{type(self).__name__}.compute_loss does not call the model exactly once: batches run one by "
                     "one, each forward and backward after the other, so that devices wait"
                 )
-        total = torch.zeros(())
+        total, model = torch.zeros(()), ModelStandIn(self.model, self.pipe)
         for inputs, num_items in kept:
-            with self.accelerator.autocast():  # loss code may put the rotation in the place of the model that it holds
-                loss = self._compute(self.pipe, inputs, num_items) * self._share_of(num_items)
+            with self.accelerator.autocast():
+                loss = self._compute(model, inputs, num_items) * self._share_of(num_items)
             self.accelerator.backward(loss)
             total = total + loss.detach().cpu()
         return total

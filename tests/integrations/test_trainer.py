@@ -244,7 +244,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "modules of the model": (llama, {"kinds": (Inside, InsideInRotation), "devices": 2, "eval_strategy": "epoch"}),
     "two calls": (llama, {"kinds": (TwoCalls, TwoCallsInRotation), "devices": 2}),
 }
-LONG = [pytest.param(*CASES[name], id=name, marks=pytest.mark.long) for name in CASES]
+IN_PARTS = "modules of the model"
+LONG = [pytest.param(*CASES[name], id=name, marks=() if name == IN_PARTS else pytest.mark.long) for name in CASES]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not call the model exactly once")

@@ -131,7 +131,9 @@ def test_a_sequential_with_a_module_that_must_run_once(is_compiled: bool) -> Non
     x = inputs()["x"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipe = roundpipe.compile(model, example_args=(x,), devices=DEVICES) if is_compiled else wrapped(model)
+        options = RoundPipeRunConfig(num_microbatch=3)  # it would not be cut by itself
+        given = {"devices": DEVICES, "model_run_config": options}
+        pipe = roundpipe.compile(model, example_args=(x,), **given) if is_compiled else wrapped(model)
         with pipe:
             assert isinstance(pipe, AutoRoundPipe)
             assert set(tree_parts(pipe)) == {"0", "1.linear", "2"}
