@@ -294,7 +294,8 @@ def test_megabytes_on_devices_train_as_streamed_ones_do(any_gain, monkeypatch, d
             def update():
                 gradients = [copy.grad for copy in copies]
                 by_hand = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
-                norms.append(float(by_hand.cpu()))  # float() makes its device current, for the sanitizer
+                # float() of a device's tensor makes that device current, which misleads the CUDA sanitizer
+                norms.append(float(by_hand.cpu()))
                 for gradient in gradients:
                     gradient.mul_(0.5 / by_hand)
                 norm = torch.nn.utils.clip_grad_norm_(copies, 0.25)

@@ -162,10 +162,10 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
         namespace = getattr(module, "__dict__", None)
         if type(namespace) is not dict:
             continue
-        known = _NAMES.get(file)
-        if known is None or known[:2] != (id(namespace), len(namespace)) or file == "__main__":
-            known = _NAMES[file] = id(namespace), len(namespace), _names_of(original, file, namespace)
-        for name in known[2]:
+        state, known = (id(namespace), len(namespace)), _NAMES.get(file)
+        if known is None or known[0] != state or file == "__main__":
+            known = _NAMES[file] = state, _names_of(original, file, namespace)
+        for name in known[1]:
             if namespace.get(name) is original:
                 stack.callback(namespace.__setitem__, name, original)
                 namespace[name] = noting
@@ -181,8 +181,8 @@ def _names_of(function: Any, file: str, namespace: dict[str, Any]) -> list[str]:
     return [] if is_other else [name for name, value in list(namespace.items()) if value is function]
 
 
-_NAMES: dict[str, tuple[int, int, list[str]]] = {}
-"""Per file, with the identity and the length that its namespace had."""
+_NAMES: dict[str, tuple[tuple[int, int], list[str]]] = {}
+"""Per file, for a namespace of that identity and length."""
 _OF_TORCH = {"torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
 _WITHOUT_TORCH = {"scipy", "pandas", "pyarrow", "narwhals", "matplotlib", "PIL", "IPython", "_pytest", "hypothesis"}
 _OTHERS = frozenset({"roundpipe", *_OF_TORCH, *_WITHOUT_TORCH, *sys.stdlib_module_names}) - {"__main__"}
