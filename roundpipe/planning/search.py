@@ -361,9 +361,9 @@ class Search:
     def _kick(self, leaders: list[Candidate]) -> None:
         """Leaves the ends of the climbs by random moves and climbs again."""
         random, num_in_vain = Random(0), 0
-        while leaders and self.effort.ops_left > 0 and self.best_s > self.floor_s * _AS_FAST:
-            if (num_in_vain := num_in_vain + 1) > _MOST_IN_VAIN:
-                break
+        least_s = self.floor_s * _AS_FAST
+        while leaders and self.effort.ops_left > 0 and num_in_vain < _MOST_IN_VAIN and self.best_s > least_s:
+            num_in_vain += 1
             leader = min(random.sample(leaders, min(2, len(leaders))), key=self.rank)
             candidate = leader
             for _ in range(random.randint(1, _MAX_KICK)):
@@ -375,7 +375,8 @@ class Search:
                 end = self._climb(candidate)
                 if end not in leaders:
                     leaders = sorted([*leaders, end], key=self.rank)[:_NUM_LEADERS]
-                    num_in_vain *= end not in leaders
+                    if end in leaders:
+                        num_in_vain = 0
 
 
 def _distance(time_s: float, other_s: float) -> float:
