@@ -41,6 +41,8 @@ def bring_sums(downloads: Sequence[Download]) -> None:
     for sharer in sharers:
         for host, gradient in sharer.addends.gradients:
             by_parameter.setdefault(host, []).append((sharer, gradient))
+    for sharer in sharers:  # all that follows would fill the lanes' queues: who asks for more then holds all of Python
+        sharer.addends.computed.synchronize()
     with ExitStack() as lanes, torch.no_grad():
         for sharer in sharers:
             backend = sharer.addends.backend
