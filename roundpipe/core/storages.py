@@ -14,12 +14,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from roundpipe.core.watched import WatchedParameter
+from roundpipe.core.watched import LateGradientParameter, WatchedParameter
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, WatchedParameter, LateGradientParameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, WatchedParameter) and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def without_memory(

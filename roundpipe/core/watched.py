@@ -27,6 +27,7 @@ _HARMLESS = frozenset(
     )
 )
 """What is the same wherever a parameter is."""
+_OF_GRADIENT = frozenset((_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__))
 
 
 class WatchedParameter(nn.Parameter):
@@ -44,6 +45,7 @@ class WatchedParameter(nn.Parameter):
         return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
 
     def _tell(self) -> None:
+        """Say that it is looked at."""
         if (before_look := self.__dict__.get("_before_look")) is not None:
             before_look()
 
@@ -58,18 +60,35 @@ class WatchedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def watch(parameters: Iterable[nn.Parameter], before_look: Callable[[], None]) -> None:
+class LateGradientParameter(WatchedParameter):
+    """A parameter that tells before anybody looks at its gradient, or makes a graph that may add to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_GRADIENT or (torch.is_grad_enabled() and func not in _HARMLESS):
+            for each in _watched_in((*args, *(kwargs or {}).values())):
+                each._tell()
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+
+def watch(
+    parameters: Iterable[nn.Parameter],
+    before_look: Callable[[], None],
+    kind: type[WatchedParameter] = WatchedParameter,
+) -> None:
     """Have ``before_look`` called, in its thread, before code looks at one of these or gives it to an operation."""
     for each in parameters:
         if type(each) is nn.Parameter:
-            each.__class__ = WatchedParameter
+            each.__class__ = kind
             each.__dict__["_before_look"] = before_look
 
 
 def unwatch(parameters: Iterable[Any]) -> None:
     """End `watch`."""
     for each in parameters:
-        if type(each) is WatchedParameter:
+        if isinstance(each, WatchedParameter):
             each.__class__ = nn.Parameter  # type: ignore[assignment]
             each.__dict__.pop("_before_look", None)
 

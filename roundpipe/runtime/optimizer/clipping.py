@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from roundpipe.core.checks import check_flag, check_type, is_number, items_of
 from roundpipe.core.errors import ConfigError, shown
+from roundpipe.runtime.optimizer.late_gradients import check_norm
 from roundpipe.runtime.optimizer.update import UpdateRunner
 
 
@@ -47,14 +48,21 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else items_of("parameters", parameters, advice)
     for each in given:
         check_type("an item of parameters", each, torch.Tensor, advice)
-    gradients = [each.grad for each in given if each.grad is not None and each.grad.numel()]
-    own = get_total_norm(gradients, norm_type)
     runner = UpdateRunner.running()
+    late = None if runner is None else runner.late_of(given)
+    if late is None:
+        gradients = [each.grad for each in given if each.grad is not None and each.grad.numel()]
+        own = get_total_norm(gradients, norm_type)
+    else:
+        own = late.total_norm(given, norm_type)
     norms = [float(own)] if runner is None or runner.ranks is None else runner.ranks.agree(float(own))
     total = own if len(norms) == 1 else own.new_tensor(_joined(norms, norm_type))
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}; they can't be clipped by it")
-    clip_grads_with_norm_(given, max_norm, total)
+    if error_if_nonfinite:
+        check_norm(total)
+    if late is None:
+        clip_grads_with_norm_(given, max_norm, total)
+    else:
+        late.scale_to(given, max_norm, total)
     return total
 
 

@@ -85,6 +85,7 @@ class HandOver:
         *,
         only_behind: bool = False,
         swaps: bool = False,
+        late: bool = False,
         ranks: Exchange | None = None,
     ) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
@@ -93,8 +94,8 @@ class HandOver:
         weights, it writes them and opens their gates.
 
         With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
-        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then. To `follow`
-        is left to the caller.
+        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then. With
+        ``late``, an update follows, which may take gradients in the model's dtype. To `follow` is left to the caller.
         """
         if self._twins is not None:
             self._twins.wait_followed()
@@ -111,7 +112,7 @@ class HandOver:
                     to_write.remove(ready)
                     self._release(ready.pairs, weights_changed, only_behind, swaps, ranks)
                 elif to_take and to_take[0].is_added():
-                    self._take(to_take.popleft().pairs, steps, ranks)
+                    self._take(to_take.popleft().pairs, steps, late and ranks is None, ranks)
                 else:
                     with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
                         self._wait(to_write, to_take[0] if to_take else None)
@@ -136,12 +137,14 @@ class HandOver:
             pair.go_home()
         self._gates.weights.open(pair.parameter for pair in group)
 
-    def _take(self, group: Sequence[ParameterPair], steps: Sequence[ParameterUse], ranks: Exchange | None) -> None:
+    def _take(
+        self, group: Sequence[ParameterPair], steps: Sequence[ParameterUse], late: bool, ranks: Exchange | None
+    ) -> None:
         """Take gradients that are whole, unless a step failed."""
         if not any(step.failed for step in steps):
             with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
                 with contextlib.nullcontext() if group[0].twin is None else unnoticed():
-                    take_gradients(group)
+                    take_gradients(group, late=late)
             if ranks is not None:
                 ranks.complete(group)
         self._gates.gradients.open(pair.parameter for pair in group)

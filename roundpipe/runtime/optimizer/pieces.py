@@ -25,6 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import unseen
 from roundpipe.runtime.optimizer import temporaries
+from roundpipe.runtime.optimizer.late_gradients import LateGradients
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +55,21 @@ _Part = tuple[torch.Tensor, torch.Tensor, States]
 class PiecewiseUpdates:
     """Those of one model's ``step_fn``, which one thread at a time runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: LateGradients | None = None) -> None:
+        self._late = late or LateGradients()
         self.away: Collection[int] = ()
         """Parameters on a device, by their ids: small ones are updated together, as many as make a piece."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters that are updated, whose gradients torch's step is not to find."""
+        self._hidden_late: list[torch.Tensor] = []
+        """Those whose gradients were late."""
         self._has_closures = False
         """Whether an optimizer was given a closure, behind which gradients are made."""
         self._logged: set[str] = set()
 
     def suit(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's updates on a device are made in pieces."""
-        return not (self._has_closures or _unsuited(optimizer))
+        return not (self._has_closures or _unsuited(optimizer) or _unneeded(optimizer))
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
@@ -76,38 +80,54 @@ class PiecewiseUpdates:
                 (group, parameter)
                 for group in optimizer.param_groups
                 for parameter in group["params"]
-                if parameter.grad is not None and (parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away)
+                if parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away or self._late.of(parameter)
+                if parameter.grad is not None or self._late.of(parameter)
             ]
             if not found:
                 return
             reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
-        self._log(type(optimizer).__name__, reason)
+            is_unneeded = not reason and bool(_unneeded(optimizer))
+        self._log(type(optimizer).__name__, reason or _unneeded(optimizer))
         if reason:
+            self._late.look(id(parameter) for _, parameter in found)
             return
         there: dict[int, tuple[Update, list[_Part]]] = {}
         for group, parameter in found:
-            gradient, update, names = parameter.grad, *_update_of(optimizer, group)
-            states = optimizer.state.get(parameter, {})
-            if names <= states.keys() and _is_divisible(parameter, gradient, {name: states[name] for name in names}):
-                of_update = {name: states[name] for name in names}
-                if id(parameter) not in self.away:
-                    _update_in_pieces(update, parameter, gradient, of_update, _piece_elements())
-                elif parameter.numel() > temporaries.PIECE_ELEMENTS:
-                    _update_in_pieces(update, parameter, gradient, of_update, temporaries.PIECE_ELEMENTS)
-                else:
-                    there.setdefault(id(group), (update, []))[1].append((parameter, gradient, of_update))
-                self._hidden.append((parameter, gradient))
+            update, names = _update_of(optimizer, group)
+            states = {name: each for name, each in optimizer.state.get(parameter, {}).items() if name in names}
+            is_away, late = id(parameter) in self.away, self._late.of(parameter)
+            if len(states) < len(names) or not _is_divisible(parameter, states):
+                self._late.convert(parameter)
+                continue
+            if late is not None:
+                num_elements = PIECE_ELEMENTS * torch.get_num_threads()
+                _update_in_pieces(update, parameter, late.gradient, states, num_elements, late.factor)
+                self._hidden_late.append(parameter)
+                continue
+            gradient = parameter.grad
+            if is_unneeded or not _is_divisible(parameter, {"gradient": gradient}):
+                continue
+            if not is_away:
+                _update_in_pieces(update, parameter, gradient, states, _piece_elements())
+            elif parameter.numel() > temporaries.PIECE_ELEMENTS:
+                _update_in_pieces(update, parameter, gradient, states, temporaries.PIECE_ELEMENTS)
+            else:
+                there.setdefault(id(group), (update, []))[1].append((parameter, gradient, states))
+            self._hidden.append((parameter, gradient))
         for update, parts in there.values():
             for together in _together(parts):
                 update(*map(list, zip(*together, strict=True)))
         for parameter, _ in self._hidden:
             parameter.grad = None
+        self._late.hide(self._hidden_late)
 
     def after_step(self) -> None:
         """It has stepped, or raised."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
+        self._late.show(self._hidden_late)
+        self._hidden_late.clear()
 
     def _log(self, kind: str, reason: str) -> None:
         """Say which way is taken, once for each."""
@@ -133,19 +153,22 @@ def _unsuited(optimizer: torch.optim.Optimizer) -> str:
         return "it has a parameter twice"
     if any(each.grad is not None and each.grad.layout is not torch.strided for each in parameters):
         return "it has sparse gradients"
-    groups = optimizer.param_groups
-    if type(optimizer) is torch.optim.SGD and not any(
-        group["weight_decay"] or group["nesterov"] or group["maximize"] for group in groups
-    ):
-        return "it makes no tensors in between"
-    for group in groups:
-        if group["fused"]:
-            return "it is fused"
+    for group in optimizer.param_groups:
         if group.get("capturable") or group["differentiable"]:
             return "it is capturable or differentiable"
         if trees.tensors({name: value for name, value in group.items() if name != "params"}):
             return "it has options that are tensors"
     return ""
+
+
+def _unneeded(optimizer: torch.optim.Optimizer) -> str:
+    """Why nothing is gained in pieces, unless gradients are late; empty: something is."""
+    groups = optimizer.param_groups
+    if type(optimizer) is torch.optim.SGD and not any(
+        group["weight_decay"] or group["nesterov"] or group["maximize"] for group in groups
+    ):
+        return "it makes no tensors in between"
+    return "it is fused" if any(group["fused"] for group in groups) else ""
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -157,7 +180,7 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[Update, set[str]]:
     """What updates parameters of a group, and the states that it needs: a parameter has them after its first update."""
-    options = {name: group[name] for name in _OPTIONS[type(optimizer)]}
+    options = {name: group[name] for name in (*_OPTIONS[type(optimizer)], "fused")}
     if isinstance(optimizer, torch.optim.SGD):
         run_sgd: Callable[..., None] = functools.partial(sgd, **options)
 
@@ -176,9 +199,9 @@ def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple
     return update_adam, {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
 
 
-def _is_divisible(parameter: torch.Tensor, gradient: torch.Tensor, states: dict[str, Any]) -> bool:
-    """Whether a parameter, its gradient and its states lie alike in one place, so that pieces belong together."""
-    tensors = [parameter, gradient, *(state for name, state in states.items() if name != "step")]
+def _is_divisible(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
+    """Whether a parameter and its states lie alike in one place, so that pieces belong together."""
+    tensors = [parameter, *(state for name, state in states.items() if name != "step")]
     return isinstance(states.get("step", parameter), torch.Tensor) and all(
         isinstance(each, torch.Tensor)
         and is_plain(each)
@@ -197,13 +220,25 @@ def _piece_elements() -> int:
 
 
 def _update_in_pieces(
-    update: Update, parameter: torch.Tensor, gradient: torch.Tensor, states: States, num_elements: int
+    update: Update,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: States,
+    num_elements: int,
+    factor: torch.Tensor | None = None,
 ) -> None:
+    """A gradient in another dtype is converted, and multiplied by ``factor``, in pieces, too."""
     step = states.pop("step", None)
     tensors = (parameter, gradient, *states.values())
     pieces = list(zip(*(each.detach().view(-1).split(num_elements) for each in tensors), strict=True))
+    is_late = gradient.dtype != parameter.dtype
+    memory = parameter.new_empty(min(num_elements, parameter.numel())) if is_late else None
     for index, (values, of_gradient, *of_states) in enumerate(pieces):
         parts = dict(zip(states, of_states, strict=True))
+        if memory is not None:
+            of_gradient = memory[: of_gradient.numel()].copy_(of_gradient)
+            if factor is not None:
+                of_gradient.mul_(factor)
         if step is not None:  # each counts it
             parts["step"] = step if index + 1 == len(pieces) else step.clone()
         update([values], [of_gradient], [parts])

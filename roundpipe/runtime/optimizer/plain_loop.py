@@ -32,6 +32,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import counts_as_torch, unseen
 from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.optimizer.late_gradients import LateGradients
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -188,6 +189,8 @@ class PlainSteps(ABC):
             return False
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
         cleared = [copies[each] for each in parameters if each in copies]
+        for pair in cleared:
+            pair.late = None  # of an update that was interrupted
         is_quiet = self._updates.is_idle and not self._steps.running()
         if self._loop != "steps" and not is_quiet:
             return False
@@ -267,6 +270,7 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
         side.after_plain_step(parameters)
 
 
+_clip_grad_norm = torch.nn.utils.clip_grad_norm_
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
 
@@ -283,6 +287,10 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
         given = args[0] if args else kwargs.get("parameters")
         if isinstance(given, list) and (runner := UpdateRunner.running()) is not None:
             runner.before_clipping(given)
+            if (late := runner.late_of(given)) is not None:
+                if function is _clip_grad_norm:
+                    return _clip_late(late, *args, **kwargs)
+                late.look(map(id, given))
         elif isinstance(given, (list, torch.Tensor)):
             parameters = frozenset(map(id, given if isinstance(given, list) else [given]))
             for side in _sides():
@@ -291,6 +299,18 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return clip
+
+
+def _clip_late(
+    late: LateGradients,
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``clip_grad_norm_`` for gradients of which some are late; ``foreach`` is a matter of speed."""
+    return late.clip(parameters, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def _behind_updates(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,6 +335,8 @@ _zero_grad = torch.optim.Optimizer.zero_grad
 def _clear(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     clear = functools.partial(_zero_grad, optimizer, set_to_none)
+    if (runner := UpdateRunner.running()) is not None:
+        (runner.late.drop if set_to_none else runner.late.look)(parameters)
     if not any(side.before_plain_clear(parameters, clear) for side in _sides()):
         with torchs_own():
             clear()

@@ -22,6 +22,7 @@ from roundpipe.core.errors import ConfigError, RoundPipeError, add_note, shown
 from roundpipe.core.options import check_passed_on
 from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.optimizer.late_gradients import LateGradients
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.optimizer.pieces import PiecewiseUpdates
 from roundpipe.runtime.optimizer.wrong_parameters import WrongParameters
@@ -153,7 +154,8 @@ class UpdateRunner:
         self._log = log
         self._scalers = scalers
         self.options = OptionWatch()
-        self.pieces = PiecewiseUpdates()
+        self.late = LateGradients()
+        self.pieces = PiecewiseUpdates(self.late)
         self._looks = True
         self._due: frozenset[int] = frozenset()
         """Copies with gradients, by id, while it is looked whether ``step_fn`` changes one."""
@@ -228,9 +230,10 @@ class UpdateRunner:
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
-                self._due = frozenset(id(copy) for copy in copies if copy.grad is not None)
+                self._due = frozenset(id(pair.copy) for pair in pairs if self._looks and pair.has_gradient)
                 before = [Fingerprint.of(copy) for copy in copies] if self._due else []
                 self._wrong.begin(pairs)
+                self.late.begin(pairs)
                 result = step_fn()
                 found, is_told = self._wrong.found(), False
                 if before and self._looks:
@@ -245,6 +248,7 @@ class UpdateRunner:
             raise
         finally:
             self.pieces.after_step()
+            self.late.end()
             _RUNNING.reset(token)
             self._pairs = ()
 
@@ -259,6 +263,15 @@ class UpdateRunner:
                     "gradients on the host are unscaled before it has come from there; an asynchronous update also "
                     "changes it while losses are scaled. Use roundpipe.GradScaler, which has the same methods"
                 )
+
+    def late_of(self, parameters: Sequence[torch.Tensor]) -> LateGradients | None:
+        """Late gradients that can be clipped, together with others of these; None: there are none."""
+        if not self.late.has(parameters):
+            return None
+        if not any(id(each) in self.pieces.away for each in parameters):
+            return self.late
+        self.late.look(map(id, parameters))  # others are on a device
+        return None
 
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         """Gradients of these are about to be clipped, or their norm taken, in ``step_fn``."""

@@ -40,7 +40,7 @@ class UpdateSteps(UnaskedSteps):
     ) -> None:
         """An update in the calling thread."""
         self.times.begin()
-        self._exchange(pairs, ranks=ranks)
+        self._exchange(pairs, late=True, ranks=ranks)
         self.times.exchanged()
         try:
             update.claim.acquire()
@@ -65,9 +65,13 @@ class UpdateSteps(UnaskedSteps):
     ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
         self.times.begin()
-        self._exchange_now(pairs, steps, ranks=ranks, swaps=True)
+        self._exchange_now(pairs, steps, ranks=ranks, swaps=True, late=True)
         self.times.exchanged()
-        result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
+        if any(step.failed for step in steps):
+            for pair in pairs:
+                pair.convert_late()
+            return NOT_MADE
+        result = self._call(step_fn, number)
         if result is not NOT_MADE:
             self._hand_over.stage(pairs)
             self.times.end(pairs)
@@ -78,12 +82,16 @@ class UpdateSteps(UnaskedSteps):
         return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))
 
     def _exchange(
-        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
+        self,
+        pairs: Sequence[ParameterPair],
+        shows_gradients: bool = False,
+        ranks: Exchange | None = None,
+        late: bool = False,
     ) -> None:
         """Latest weights into the model, gradients out of it, or into it again to be shown."""
         ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.log)
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks)
+        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks, False, late)
 
     def _exchange_now(
         self,
@@ -93,12 +101,15 @@ class UpdateSteps(UnaskedSteps):
         shows_gradients: bool = False,
         ranks: Exchange | None = None,
         swaps: bool = False,
+        late: bool = False,
     ) -> None:
         """The same in the optimizer's thread, once the steps are done with the parameters."""
         changed = self._weights_changed
         with contextlib.nullcontext() if ranks is None else ranks, self._on_device():
             self._take_copies(pairs)
-            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
+            self._hand_over.exchange(
+                pairs, steps, changed, only_behind=only_behind, swaps=swaps, late=late, ranks=ranks
+            )
             if swaps:
                 self._let_begin(steps)
             self._hand_over.follow(pairs)

@@ -56,7 +56,7 @@ class WrongParameters:
         copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
         self._first = self._first or frozenset(copies)
         late = [pair for key, pair in copies.items() if key not in self._first and key not in self._stepped]
-        with_gradient = ((pair, pair.copy) for pair in late if pair.copy is not None and pair.copy.grad is not None)
+        with_gradient = ((pair, pair.copy) for pair in late if pair.copy is not None and pair.has_gradient)
         self._late = [(pair, Fingerprint.of(copy)) for pair, copy in with_gradient]
 
     def found(self) -> str:

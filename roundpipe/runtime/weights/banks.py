@@ -104,3 +104,12 @@ class EarlyGradient:
         of, self.of = self.of, None
         self.num_came, self.num_expected = 0, max(self.num_came, 1)
         return self.memory if of is not None and of[0] is gradient and of[1] == gradient._version else None
+
+
+@dataclass(slots=True)
+class LateGradient:
+    """A gradient in the model's dtype that stands for the copy's: the update reads it, and converts it in pieces."""
+
+    gradient: torch.Tensor
+    factor: torch.Tensor | None = None
+    """What it is to be multiplied by once it is converted, as by clipping; None: nothing."""

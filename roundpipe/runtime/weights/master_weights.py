@@ -271,7 +271,7 @@ class MasterWeights:
                 self._by_parameter[parameter] = pair
                 pair.parameter, pair.shown, pair.banks, pair.twin = parameter, None, None, None
                 if pair.copy is not None:
-                    pair.copy.grad = None  # that of the other one
+                    pair.copy.grad = pair.late = None  # that of the other one
             pair.start_again()
 
 

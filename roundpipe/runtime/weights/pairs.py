@@ -86,11 +86,11 @@ def stage_all(pairs: Iterable[ParameterPair]) -> None:
         banks.has_staged(copy)
 
 
-def take_gradients(pairs: Iterable[ParameterPair]) -> None:
-    """Add the model's gradients to the copies'."""
+def take_gradients(pairs: Iterable[ParameterPair], *, late: bool = False) -> None:
+    """Add the model's gradients to the copies'; ``late``: see `ParameterPair.take_gradient`."""
     with Together() as together:
         for pair in pairs:
-            pair.take_gradient(together)
+            pair.take_gradient(together, late=late)
 
 
 def convert_gradients(pairs: Iterable[ParameterPair]) -> None:

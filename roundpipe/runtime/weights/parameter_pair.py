@@ -13,7 +13,7 @@ from roundpipe.core.together import Together
 from roundpipe.runtime.device.backend import Move
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, on_huge_pages
-from roundpipe.runtime.weights.banks import Banks, EarlyGradient
+from roundpipe.runtime.weights.banks import Banks, EarlyGradient, LateGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
 from roundpipe.runtime.weights.twins import Twin
@@ -33,6 +33,10 @@ class ParameterPair:
     spare: torch.Tensor | None = None
     """Memory for the copy's gradient, used at each update where dtypes differ."""
     early: EarlyGradient = field(default_factory=EarlyGradient)
+    late: LateGradient | None = None
+    """The copy's gradient while an update has not needed it in the copy's dtype."""
+    may_be_late: bool = False
+    """Whether updates have needed none in the copy's dtype so far."""
     banks: Banks | None = None
     twin: Twin | None = None
     """Where the model's weights and gradient are, if not in the parameter."""
@@ -129,6 +133,7 @@ class ParameterPair:
         """The copy is gone if the model's parameter has another size by now, as that of an embedding that has grown."""
         if self.copy is not None and self.shard is None and self.copy.shape != self.parameter.shape:
             self.copy = self.spare = self.whole = self.banks = self.shown = self.fingerprint = self.copy_print = None
+            self.late = None
             self.early, self.is_written = EarlyGradient(), False
 
     def follow_dtype(self, dtype: torch.dtype) -> None:
@@ -238,15 +243,19 @@ class ParameterPair:
         early.num_came += 1
         if early.num_came != early.num_expected or copy is None or gradient is None or self.twin is not None:
             return None
-        if self._suits_copy(gradient):
+        if self.may_be_late or self._suits_copy(gradient):
             return None
         if early.memory is None and HOST_LIMIT.has_room(copy.nbytes):
             early.memory = on_huge_pages(torch.empty_like(copy.detach()))
         return gradient if early.convert(gradient, together) else None
 
-    def take_gradient(self, together: Together) -> None:
-        """Add the model's gradient to the copy's; with a shard, have it ready for the ranks."""
+    def take_gradient(self, together: Together, *, late: bool = False) -> None:
+        """Add the model's gradient to the copy's; with a shard, have it ready for the ranks.
+
+        ``late``: it may stay in the model's dtype for now, if updates are likely to need no other.
+        """
         self.join_gradient()
+        self.convert_late()  # of an update that was not made
         copy, holder = self.copy, self.holder
         gradient, holder.grad = holder.grad, None
         if gradient is None or copy is None:
@@ -255,7 +264,9 @@ class ParameterPair:
             self.whole = gradient
             return
         early = self.early.take(gradient)
-        if copy.grad is None and early is not None:
+        if late and copy.grad is None and early is None and self._suits_late(gradient):
+            self.late, self.spare = LateGradient(gradient.detach()), None
+        elif copy.grad is None and early is not None:
             copy.grad, self.spare, self.early.memory = early, early, self.spare
         elif copy.grad is None:
             copy.grad = self._converted(gradient, together)
@@ -263,6 +274,29 @@ class ParameterPair:
             together.add(copy.grad, gradient.to(copy.device) if early is None else early)
         else:
             copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
+
+    def _suits_late(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of the model may stand for the copy's."""
+        is_streamed = self.shard is None and self.twin is None and not self.is_away
+        if not (self.may_be_late and is_streamed and is_plain(gradient)):
+            return False
+        assert self.copy is not None
+        return gradient.is_contiguous() and gradient.shape == self.copy.shape and gradient.dtype != self.copy.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the copy has one, late or not."""
+        return self.copy is not None and (self.late is not None or self.copy.grad is not None)
+
+    def convert_late(self) -> None:
+        """Let the copy have a gradient that is late in its own dtype."""
+        late, self.late = self.late, None
+        if late is not None and self.copy is not None:
+            with Together() as together:
+                gradient = self._converted(late.gradient, together)
+            if late.factor is not None:
+                gradient.mul_(late.factor)
+            self.copy.grad = gradient
 
     @property
     def passes_gradient_on(self) -> bool:

@@ -1,0 +1,141 @@
+"""Gradients that an update reads in the model's dtype, and converts piece by piece while caches hold them.
+
+Converted as a whole they would be written to memory and read again, and take as much of it as the weights' copies. It
+is for nothing if all that updates do with them is to clip them by their norm, and steps of torch's optimizers. So they
+are left as they are, which is called late, until somebody looks at one. The copies tell before: then those of this
+update are converted where they are looked at, and later ones as they come home.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_
+
+from roundpipe.core.watched import LateGradientParameter, unseen, unwatch, watch
+from roundpipe.runtime.weights.banks import LateGradient
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+
+LEAST_ELEMENTS = 2**22
+"""Of a parameter whose gradient may be late."""
+
+
+class LateGradients:
+    """Those of one model; one thread at a time is in an update, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._late: dict[int, ParameterPair] = {}
+        """By a copy's identity, those whose gradients are late in this update."""
+        self._were_seen = False
+        """Whether an update has looked at one."""
+
+    def choose(self, pairs: Sequence[ParameterPair]) -> None:
+        """Say of which the next gradients may be late."""
+        for pair in pairs:
+            is_large = pair.copy is not None and pair.copy.numel() >= LEAST_ELEMENTS
+            pair.may_be_late = is_large and not self._were_seen
+
+    def begin(self, pairs: Sequence[ParameterPair]) -> None:
+        """An update of these begins."""
+        for pair in pairs:
+            if pair.late is not None and pair.copy is not None:
+                self._late[id(pair.copy)] = pair
+                self._show(pair)
+
+    def end(self) -> None:
+        """It is over, however it has ended: what is still late is converted, as whoever looks from now on expects."""
+        with unseen():
+            for pair in self._late.values():
+                self._look(pair)
+            self._late.clear()
+
+    def of(self, parameter: torch.Tensor) -> LateGradient | None:
+        """A parameter's gradient, if it is late."""
+        pair = self._late.get(id(parameter))
+        return None if pair is None else pair.late
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these have no gradient, whoever looks, until `show`."""
+        unwatch(parameters)
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these have their gradients again, for whoever looks."""
+        for parameter in parameters:
+            if (pair := self._late.get(id(parameter))) is not None:
+                self._show(pair)
+
+    def look(self, parameters: Iterable[int]) -> None:
+        """Somebody is about to look at gradients of these, by identity."""
+        for key in self._late.keys() & parameters:
+            self._look(self._late[key])
+
+    def convert(self, parameter: torch.Tensor) -> None:
+        """Let a parameter have its gradient in its own dtype, for this update."""
+        if (pair := self._late.get(id(parameter))) is not None:
+            self._convert(pair)
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """Let these, by identity, have no gradient any more."""
+        for key in self._late.keys() & parameters:
+            pair = self._late.pop(key)
+            unwatch([pair.copy])
+            pair.late = None
+
+    def clip(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does, and returns; late gradients stay late."""
+        total = self.total_norm(parameters, norm_type)
+        if error_if_nonfinite:
+            check_norm(total)
+        self.scale_to(parameters, max_norm, total)
+        return total
+
+    @torch.no_grad()
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm of all gradients of these, each a tensor's as it would be converted."""
+        norms: list[torch.Tensor] = []
+        for parameter in parameters:
+            if (late := self.of(parameter)) is not None:
+                norm = torch.linalg.vector_norm(late.gradient, norm_type, dtype=parameter.dtype)
+                norms.append(norm if late.factor is None else norm * late.factor)
+            elif parameter.grad is not None:
+                norms.append(torch.linalg.vector_norm(parameter.grad, norm_type))
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+    @torch.no_grad()
+    def scale_to(self, parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+        """Multiply gradients, whose norm is ``total``, so that it is ``max_norm`` at most."""
+        clip_grads_with_norm_([each for each in parameters if self.of(each) is None], max_norm, total)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for late in filter(None, map(self.of, parameters)):
+            late.factor = factor if late.factor is None else late.factor * factor
+
+    def has(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these has a late gradient."""
+        return any(self.of(each) is not None for each in parameters)
+
+    def _show(self, pair: ParameterPair) -> None:
+        copy = pair.copy
+        assert copy is not None
+        watch([copy], functools.partial(self._look, pair), LateGradientParameter)
+        if not isinstance(copy, LateGradientParameter):  # of a class of its own
+            self._look(pair)
+
+    def _look(self, pair: ParameterPair) -> None:
+        """Somebody looks: nothing is late in later updates."""
+        self._were_seen |= pair.late is not None
+        self._convert(pair)
+
+    def _convert(self, pair: ParameterPair) -> None:
+        unwatch([pair.copy])
+        with unseen(), torch.no_grad():
+            pair.convert_late()
+
+
+def check_norm(total: torch.Tensor) -> None:
+    """Raise a `RuntimeError` if gradients can't be clipped by their norm."""
+    if not total.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}; they can't be clipped by it")

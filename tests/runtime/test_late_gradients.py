@@ -1,0 +1,285 @@
+"""Gradients that updates read in the model's dtype: numbers are those of converted ones, whoever looks at them."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.runtime.optimizer import late_gradients, pieces
+from tests.runtime.models import assert_equal_bits, config, square_loss
+
+pytestmark = pytest.mark.timeout(120)
+WIDTH, STEPS = 8, 6
+KINDS = {
+    "AdamW fused": lambda given: torch.optim.AdamW(given, 0.01, fused=True),
+    "AdamW": lambda given: torch.optim.AdamW(given, 0.01),
+    "Adam amsgrad fused": lambda given: torch.optim.Adam(given, 0.01, amsgrad=True, fused=True, weight_decay=0.1),
+    "SGD": lambda given: torch.optim.SGD(given, 0.01),
+    "SGD momentum fused": lambda given: torch.optim.SGD(given, 0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Has parameters of any size updated in pieces of few elements; the dtypes of gradients that updates read."""
+    roundpipe.RoundPipe(nn.Linear(1, 1), devices=["cpu"]).close()  # torch has the library's hooks from then on
+    monkeypatch.setattr(pieces, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(late_gradients, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 16)  # whole vectors: fused kernels round what is left otherwise
+    monkeypatch.setattr(pieces, "ELEMENTS_PER_THREAD", 1)
+    dtypes, update = [], pieces._update_in_pieces  # the one place that all of them pass
+    monkeypatch.setattr(pieces, "_update_in_pieces", lambda *args: (dtypes.append(args[2].dtype), update(*args)))  # it
+    return dtypes
+
+
+def train(kind, step, *, is_async=True, dtype=torch.bfloat16, steps=STEPS, make=KINDS.get):
+    """Losses, weights and states after some steps, in each of which ``step(optimizer, copies, index)`` is `step_fn`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).to(dtype)
+    found = []
+    with roundpipe.RoundPipe(model, torch.float32, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+        copies = list(piped.optim_parameters())
+        optimizer = make(kind)(copies)
+        for index in range(steps):
+            value = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(dtype)
+            found.append(piped.forward_backward((value,), loss_fn=square_loss).detach())
+            piped.step(lambda index=index: found.append(step(optimizer, copies, index)), is_async=is_async).wait()
+        piped.synchronize()
+        found += [*model.parameters(), *(copy.grad for copy in copies)]
+        states = (state for states in optimizer.state.values() for state in states.values())
+        found += [each for each in states if isinstance(each, torch.Tensor)]
+    return {str(index): each.detach().clone() for index, each in enumerate(found) if each is not None}
+
+
+def as_converted(monkeypatch, *args, **kwargs):
+    """The same training with gradients that are converted before updates."""
+    with monkeypatch.context() as patch:
+        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+        return train(*args, **kwargs)
+
+
+def step(optimizer, copies, index):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip(optimizer, copies, index, clip=lambda *args: torch.nn.utils.clip_grad_norm_(*args)):
+    norm = clip(copies, 0.05)
+    step(optimizer, copies, index)
+    return norm
+
+
+def clip_twice(optimizer, copies, index):
+    clip(optimizer, copies[:2], index, lambda *args: None)
+    torch.nn.utils.clip_grad_norm_(iter(copies), max_norm=0.05, norm_type=1)
+    return clip(optimizer, copies, index, roundpipe.clip_grad_norm_)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same(kind, used, monkeypatch):
+    for is_async, dtype in itertools.product((True, False), (torch.bfloat16, torch.float16)):
+        used.clear()
+        found = train(kind, step, is_async=is_async, dtype=dtype)
+        assert used.count(dtype) == 6 * (STEPS - 1), used  # all but the first, which all kinds of loops are shown
+        assert_equal_bits(found, as_converted(monkeypatch, kind, step, is_async=is_async, dtype=dtype))
+
+
+@pytest.mark.parametrize("clips", [clip, lambda *args: clip(*args, clip=roundpipe.clip_grad_norm_), clip_twice])
+def test_clipping_by_the_norm_leaves_them_late(clips, used, monkeypatch):
+    found = train("AdamW fused", clips)
+    assert used.count(torch.bfloat16) == 6 * (STEPS - 1)
+    torch.testing.assert_close(found, as_converted(monkeypatch, "AdamW fused", clips), rtol=1e-5, atol=1e-6)
+
+
+def look_at_one(optimizer, copies, index):
+    seen = copies[1].grad.clone() if index == 3 else None
+    step(optimizer, copies, index)
+    return seen
+
+
+def look_behind(optimizer, copies, index):
+    optimizer.step()
+    seen = copies[1].grad.clone()
+    optimizer.zero_grad()
+    return seen
+
+
+def give_others(optimizer, copies, index):
+    copies[0].grad = torch.ones_like(copies[0])
+    copies[1].grad = None
+    copies[2].grad.mul_(2)
+    step(optimizer, copies, index)
+
+
+def penalize(optimizer, copies, index):
+    """A graph on the copies adds to their gradients."""
+    with torch.enable_grad():
+        sum(each.square().sum() for each in copies).backward()
+    step(optimizer, copies, index)
+
+
+def copy_them(optimizer, copies, index):
+    copied, pickled = copy.deepcopy(copies[0]), pickle.loads(pickle.dumps(copies[1]))
+    assert type(copied) is type(pickled) is nn.Parameter
+    step(optimizer, copies, index)
+
+
+def step_every_second_time(optimizer, copies, index):
+    if index % 2:
+        step(optimizer, copies, index)
+
+
+def keep_zeros(optimizer, copies, index):
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def zero_before(optimizer, copies, index):
+    if index:
+        optimizer.step()
+    for each in copies:
+        each.grad = None
+
+
+def clip_by_value(optimizer, copies, index):
+    torch.nn.utils.clip_grad_value_(copies, 0.01)
+    step(optimizer, copies, index)
+
+
+def measure(optimizer, copies, index):
+    norm = torch.nn.utils.get_total_norm([each.grad for each in copies])
+    step(optimizer, copies, index)
+    return norm
+
+
+def with_closure(optimizer, copies, index):
+    optimizer.step(lambda: torch.zeros(()))
+    optimizer.zero_grad()
+
+
+def with_hook(optimizer, copies, index):
+    def triple(*args):
+        copies[0].grad.mul_(3)
+
+    if index == 3:
+        optimizer.register_step_pre_hook(triple)
+    step(optimizer, copies, index)
+
+
+def of_the_model(optimizer, copies, index):
+    """Plain Python that is no optimizer of torch's."""
+    with torch.no_grad():
+        for each in copies:
+            each -= 0.1 * each.grad.sign()
+            each.grad = None
+    optimizer.step()
+
+
+LOOKS = (
+    *(look_at_one, look_behind, give_others, penalize, copy_them, step_every_second_time, keep_zeros, zero_before),
+    *(clip_by_value, measure, with_closure, with_hook, of_the_model),
+)
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+def test_code_that_looks_at_a_gradient_finds_it(looks, used, monkeypatch):
+    for is_async in (True, False):
+        found = train("AdamW fused", looks, is_async=is_async)
+        assert_equal_bits(found, as_converted(monkeypatch, "AdamW fused", looks, is_async=is_async))
+
+
+def test_once_they_were_looked_at_they_are_converted_early_again(used):
+    train("AdamW fused", look_at_one)
+    assert used == [torch.bfloat16] * (6 + 6 + 5)  # but for the first step, and the one that was looked at in the last
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, given):
+        super().__init__(given, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each -= 0.1 * each.grad.sign()
+
+
+def test_other_optimizers_get_converted_gradients(used, monkeypatch):
+    """Behind steps of torch's, too, that have left them late."""
+    others = []
+
+    def step_both(optimizer, copies, index):
+        if not others or others[-1].param_groups[0]["params"][0] is not copies[0]:
+            others.append(Own(copies[:2]))
+        if index >= 3:
+            others[-1].step()
+        step(optimizer, copies, index)
+
+    found = train("AdamW fused", step_both)
+    assert torch.bfloat16 in used
+    assert_equal_bits(found, as_converted(monkeypatch, "AdamW fused", step_both))
+
+
+def test_a_scaler_unscales_converted_gradients(used, monkeypatch):
+    def train_scaled():
+        scaler = roundpipe.GradScaler(init_scale=1.0)
+
+        def unscale(optimizer, copies, index):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return train("AdamW fused", unscale, is_async=False)
+
+    found = train_scaled()
+    with monkeypatch.context() as patch:
+        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+        assert_equal_bits(found, train_scaled())
+
+
+def test_an_update_that_is_not_made_leaves_them_to_the_next(used, monkeypatch):
+    """A step whose loss fails: what was taken late before it counts as it does when it is converted."""
+
+    def train_on():
+        torch.manual_seed(0)
+        model, found = nn.Linear(WIDTH, WIDTH).bfloat16(), []
+        with roundpipe.RoundPipe(model, torch.float32, devices=["cpu"]) as piped:
+            optimizer = torch.optim.AdamW(piped.optim_parameters(), 0.01, fused=True)
+
+            def fail():
+                raise ValueError("on purpose")
+
+            for index in range(6):
+                value = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index)).bfloat16()
+                piped.forward_backward((value,), loss_fn=square_loss)
+                with pytest.raises(ValueError, match="on purpose") if index == 4 else torch.no_grad():
+                    piped.step(fail if index == 4 else lambda: step(optimizer, (), 0)).result()
+            piped.synchronize()
+            found += [*model.parameters(), *piped.optim_parameters()]
+        return {str(index): each.detach().clone() for index, each in enumerate(found)}
+
+    found = train_on()
+    assert torch.bfloat16 in used
+    with monkeypatch.context() as patch:
+        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+        assert_equal_bits(found, train_on())
+
+
+def test_nothing_keeps_memory_for_converted_gradients(used):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16()
+    with roundpipe.RoundPipe(model, torch.float32, devices=["cpu"]) as piped:
+        optimizer = torch.optim.AdamW(piped.optim_parameters(), 0.01, fused=True)
+        for _ in range(4):
+            piped.forward_backward((torch.ones(2, WIDTH).bfloat16(),), loss_fn=square_loss)
+            piped.step(lambda: step(optimizer, (), 0))
+        piped.synchronize()
+        pairs = piped._session.optimizer.parameter_pairs()  # what a user has no word for
+        assert all(pair.may_be_late and pair.spare is None and pair.early.memory is None for pair in pairs)
+        assert {type(each) for each in piped.optim_parameters()} == {nn.Parameter}
