@@ -96,11 +96,11 @@ def test_an_interrupt_between_two_parameters(
     other = torch.optim.SGD(twin.parameters(), lr=0.1)
     copies, calls = getattr(ParameterPair, what), []
 
-    def interrupted(pair: ParameterPair, *together: Any) -> None:
+    def interrupted(pair: ParameterPair, *together: Any, **options: Any) -> None:
         calls.append(pair)
         if len(calls) == number:
             _thread.interrupt_main()  # as the handler of SIGINT does
-        copies(pair, *together)
+        copies(pair, *together, **options)
 
     def update() -> None:
         optimizer.step()
@@ -151,9 +151,9 @@ def test_an_interrupted_step_that_was_not_made_is_not_counted(monkeypatch: pytes
         _train(pipe, x)
         take = ParameterPair.take_gradient
 
-        def interrupted(pair: ParameterPair, together: Any) -> None:
+        def interrupted(pair: ParameterPair, together: Any, **options: Any) -> None:
             _thread.interrupt_main()
-            take(pair, together)
+            take(pair, together, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ParameterPair, "take_gradient", interrupted)

@@ -372,7 +372,7 @@ def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
     gates = Gates(deadline_s=10)
     side = OptimizerSide(model.named_parameters, gates=gates)
 
-    def fail(pair, together):
+    def fail(pair, together, late):
         raise ZeroDivisionError
 
     monkeypatch.setattr("roundpipe.runtime.weights.master_weights.ParameterPair.take_gradient", fail)
