@@ -17,6 +17,7 @@ import torch
 
 from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED
+from roundpipe.core.watched import unseen
 from roundpipe.reports.limits import ADVICE, OF_OPTIMIZER, SHARING, TURNS, Limit, limit_of
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import (
@@ -312,7 +313,8 @@ def _host_memory(session: Session) -> HostMemory:
         own: list[torch.Tensor] = [pair.parameter for pair in trained if pair.twin is None]
         of_copies: list[torch.Tensor] = [pair.copy for pair in trained if pair.copy is not None and not pair.is_away]
     else:
-        of_copies = [copy.grad for copy in copies if copy.grad is not None]
+        with unseen():  # what looks is not the loop
+            of_copies = [copy.grad for copy in copies if copy.grad is not None]
         known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
         gradients = [pair.parameter.grad for pair in pairs if pair.parameter.grad is not None]
         own = [gradient for gradient in gradients if _address(gradient) not in known]

@@ -27,10 +27,8 @@ KINDS = {
 def used(monkeypatch):
     """Has parameters of any size updated in pieces of few elements; the dtypes of gradients that updates read."""
     roundpipe.RoundPipe(nn.Linear(1, 1), devices=["cpu"]).close()  # torch has the library's hooks from then on
-    monkeypatch.setattr(pieces, "LEAST_ELEMENTS", 1)
     monkeypatch.setattr(late_gradients, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 16)  # whole vectors: fused kernels round what is left otherwise
-    monkeypatch.setattr(pieces, "ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(late_gradients, "PIECE_ELEMENTS", 16)  # whole vectors: kernels round the rest otherwise
     dtypes, update = [], pieces._update_in_pieces  # the one place that all of them pass
     monkeypatch.setattr(pieces, "_update_in_pieces", lambda *args: (dtypes.append(args[2].dtype), update(*args)))  # it
     return dtypes
@@ -50,7 +48,7 @@ def train(kind, step, *, is_async=True, dtype=torch.bfloat16, steps=STEPS, make=
             piped.step(lambda index=index: found.append(step(optimizer, copies, index)), is_async=is_async).wait()
         piped.synchronize()
         found += [*model.parameters(), *(copy.grad for copy in copies)]
-        states = (state for states in optimizer.state.values() for state in states.values())
+        states = (state for each in copies for state in optimizer.state[each].values())
         found += [each for each in states if isinstance(each, torch.Tensor)]
     return {str(index): each.detach().clone() for index, each in enumerate(found) if each is not None}
 
@@ -84,14 +82,14 @@ def test_training_is_the_same(kind, used, monkeypatch):
     for is_async, dtype in itertools.product((True, False), (torch.bfloat16, torch.float16)):
         used.clear()
         found = train(kind, step, is_async=is_async, dtype=dtype)
-        assert used.count(dtype) == 6 * (STEPS - 1), used  # all but the first, which all kinds of loops are shown
+        assert used.count(dtype) == 6 * (STEPS - ("momentum" in kind)), used  # SGD makes its state of the first
         assert_equal_bits(found, as_converted(monkeypatch, kind, step, is_async=is_async, dtype=dtype))
 
 
 @pytest.mark.parametrize("clips", [clip, lambda *args: clip(*args, clip=roundpipe.clip_grad_norm_), clip_twice])
 def test_clipping_by_the_norm_leaves_them_late(clips, used, monkeypatch):
     found = train("AdamW fused", clips)
-    assert used.count(torch.bfloat16) == 6 * (STEPS - 1)
+    assert used.count(torch.bfloat16) == 6 * STEPS
     torch.testing.assert_close(found, as_converted(monkeypatch, "AdamW fused", clips), rtol=1e-5, atol=1e-6)
 
 
@@ -194,7 +192,7 @@ def test_code_that_looks_at_a_gradient_finds_it(looks, used, monkeypatch):
 
 def test_once_they_were_looked_at_they_are_converted_early_again(used):
     train("AdamW fused", look_at_one)
-    assert used == [torch.bfloat16] * (6 + 6 + 5)  # but for the first step, and the one that was looked at in the last
+    assert used == [torch.bfloat16] * (3 * 6 + 5)  # all but the one that was looked at
 
 
 class Own(torch.optim.Optimizer):
@@ -269,6 +267,47 @@ def test_an_update_that_is_not_made_leaves_them_to_the_next(used, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
         assert_equal_bits(found, train_on())
+
+
+def loop_of_its_own(looks, *, steps=3):
+    """Weights and gradients of a loop that steps the copies' optimizer itself."""
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16(), []
+    with roundpipe.RoundPipe(model, torch.float32, devices=["cpu"]) as piped:
+        copies = list(piped.optim_parameters())
+        optimizer = torch.optim.AdamW(copies, 0.1, fused=True)
+        for index in range(steps):
+            for part in range(2):  # accumulated
+                value = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * index + part)).bfloat16()
+                piped.forward_backward((value,), loss_fn=square_loss)
+                found += [] if part else [looks(piped, copies)]
+            optimizer.step()
+            found += [copy.grad for copy in copies]
+            optimizer.zero_grad()
+        piped.synchronize()
+        found += [*model.parameters(), *copies]
+    return {str(index): each.detach().clone() for index, each in enumerate(found) if each is not None}
+
+
+FIRST_LOOKS = {
+    "nothing": lambda piped, copies: None,
+    "a gradient": lambda piped, copies: copies[1].grad.clone(),
+    "the model's": lambda piped, copies: piped.model[0].weight.grad.clone(),
+    "clipping": lambda piped, copies: torch.nn.utils.clip_grad_norm_(copies, 0.1),
+    "clearing": lambda piped, copies: [setattr(each, "grad", None) for each in copies] and None,
+    "clearing all": lambda piped, copies: piped.zero_grad(),
+    "a report": lambda piped, copies: torch.tensor(piped.report().host_memory.gradients) and None,
+    "synchronize": lambda piped, copies: piped.synchronize(),
+}
+
+
+@pytest.mark.parametrize("looks", FIRST_LOOKS)
+def test_a_loop_of_its_own_finds_the_first_ones(looks, used, monkeypatch, recwarn):
+    found = loop_of_its_own(FIRST_LOOKS[looks])
+    with monkeypatch.context() as patch:
+        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+        assert_equal_bits(found, loop_of_its_own(FIRST_LOOKS[looks]))
+    assert not [each for each in recwarn if "gradients came" in str(each.message)]
 
 
 def test_nothing_keeps_memory_for_converted_gradients(used):

@@ -219,6 +219,8 @@ class OptimizerSide(UpdateSteps):
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
         self._updates.wait_interrupted()
         self._caller = threading.get_ident()
+        if self._first.end() and adds_gradients:  # more are added to what has come, not to what it was made from
+            self._bring_gradients()
         has_update = not self.is_idle
         ahead = [] if has_update or self._weights_changed else self._pairs.ahead()
         if ahead:  # written by the training loop
@@ -257,12 +259,20 @@ class OptimizerSide(UpdateSteps):
         if self._runner.is_inside:
             self._exchange(self._pairs.with_copies())
         elif self._loop != "steps" and self.is_idle:
-            pairs = self._pairs.with_copies()
-            if not all(pair.is_shown for pair in pairs):
-                for pair in pairs:
-                    pair.take_back()
-                self._gradients_due = True
-                self._exchange(pairs, shows_gradients=True)
+            is_first = self._loop == "unknown" and self._ranks is None and not self.has_twins
+            if not (is_first and self._first.await_look(self._pairs.with_copies(), self._bring_gradients)):
+                self._bring_gradients()
+
+    @_in_turn
+    def _bring_gradients(self) -> None:
+        """Let the copies have the model's gradients."""
+        self._first.end()
+        pairs = self._pairs.with_copies()
+        if self.is_idle and not all(pair.is_shown for pair in pairs):
+            for pair in pairs:
+                pair.take_back()
+            self._gradients_due = True
+            self._exchange(pairs, shows_gradients=True)
 
     @property
     def is_idle(self) -> bool:
@@ -297,6 +307,7 @@ class OptimizerSide(UpdateSteps):
                     self._steps.raise_pending()
             self.wait(waiter)
         has_new = self._has_new_gradients
+        self._first.end()
         self.begin_call()
         self._has_new_gradients = has_new  # it was no call
 

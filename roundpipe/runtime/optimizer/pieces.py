@@ -24,7 +24,7 @@ from torch.optim.sgd import sgd
 from roundpipe.core import trees
 from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import unseen
-from roundpipe.runtime.optimizer import temporaries
+from roundpipe.runtime.optimizer import late_gradients, temporaries
 from roundpipe.runtime.optimizer.late_gradients import LateGradients
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,13 @@ class PiecewiseUpdates:
             update, names = _update_of(optimizer, group)
             states = {name: each for name, each in optimizer.state.get(parameter, {}).items() if name in names}
             is_away, late = id(parameter) in self.away, self._late.of(parameter)
+            if late is not None and not states:
+                states = _first_states(optimizer, group, parameter)
             if len(states) < len(names) or not _is_divisible(parameter, states):
                 self._late.convert(parameter)
                 continue
             if late is not None:
-                num_elements = PIECE_ELEMENTS * torch.get_num_threads()
+                num_elements = late_gradients.PIECE_ELEMENTS * torch.get_num_threads()
                 _update_in_pieces(update, parameter, late.gradient, states, num_elements, late.factor)
                 self._hidden_late.append(parameter)
                 continue
@@ -197,6 +199,21 @@ def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple
         run_adam(values, gradients, means, squares, largest, steps)
 
     return update_adam, {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
+
+
+def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> States:
+    """What torch makes for a parameter in its first step, without that step; empty: it does so in another way."""
+    if isinstance(optimizer, torch.optim.SGD) or not hasattr(optimizer, "_init_group"):
+        return {}
+    with unseen():
+        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand_as(parameter)  # it asks whether there is one
+        try:
+            optimizer._init_group({**group, "params": [parameter]}, [], [], [], [], [], [])
+        except TypeError:  # it takes something else by now
+            return {}
+        finally:
+            parameter.grad = None
+    return dict(optimizer.state.get(parameter, {}))
 
 
 def _is_divisible(parameter: torch.Tensor, states: dict[str, Any]) -> bool:

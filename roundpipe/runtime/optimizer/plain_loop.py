@@ -32,7 +32,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import counts_as_torch, unseen
 from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.late_gradients import LateGradients
+from roundpipe.runtime.optimizer.late_gradients import FirstGradients, LateGradients
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -80,6 +80,7 @@ class PlainSteps(ABC):
         """Whether rounds add to gradients that those before have brought, as no step has taken them."""
         self._evaluates = False
         """Whether a ``step_fn`` has called the model."""
+        self._first = FirstGradients()
         self._caller: int | None = None
         """The thread of the latest call."""
 
@@ -150,6 +151,7 @@ class PlainSteps(ABC):
         self._steps.refuse_inside("optimizer.step()")
         self.come_home()
         is_late = self._has_new_gradients and any(self._loop == "steps" or pair.is_unseen for pair in stepping)
+        is_late &= not self._first.end()
         mixed = " Do not mix optimizer.step() with model.step(...)" if self._loop == "steps" else ""
         self.is_async, self._loop = False, "copies" if stepping else "own"
         is_quiet = self._updates.is_idle and not self._weights_changed and not self._steps.running()
