@@ -82,7 +82,8 @@ class HostMemory:
     optimizer_copies: int
     """In the optimizer's dtype."""
     optimizer_gradients: int
-    """Of the step that is being applied, while the next one's come down."""
+    """Of the step that is being applied, while the next one's come down: in the model's dtype where an update can do
+    with that."""
     optimizer_states: int = 0
     """Forecast only; of a run they are the optimizer's own and are not counted."""
     carried: int = 0

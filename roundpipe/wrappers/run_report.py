@@ -311,7 +311,8 @@ def _host_memory(session: Session) -> HostMemory:
     if session.engine.running() or not optimizer.is_idle:
         trained = [pair for pair in pairs if pair.parameter.requires_grad]
         own: list[torch.Tensor] = [pair.parameter for pair in trained if pair.twin is None]
-        of_copies: list[torch.Tensor] = [pair.copy for pair in trained if pair.copy is not None and not pair.is_away]
+        taken = [(pair, copy) for pair in trained if (copy := pair.copy) is not None and not pair.is_away]
+        of_copies: list[torch.Tensor] = [pair.parameter if pair.may_be_late else copy for pair, copy in taken]
     else:
         with unseen():  # what looks is not the loop
             of_copies = [copy.grad for copy in copies if copy.grad is not None]

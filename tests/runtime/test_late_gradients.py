@@ -34,15 +34,15 @@ def used(monkeypatch):
     return dtypes
 
 
-def train(kind, step, *, is_async=True, dtype=torch.bfloat16, steps=STEPS, make=KINDS.get):
+def train(kind, step, *, is_async=True, dtype=torch.bfloat16, devices=("cpu", "cpu")):
     """Losses, weights and states after some steps, in each of which ``step(optimizer, copies, index)`` is `step_fn`."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).to(dtype)
     found = []
-    with roundpipe.RoundPipe(model, torch.float32, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+    with roundpipe.RoundPipe(model, torch.float32, devices=devices, model_run_config=config(2)) as piped:
         copies = list(piped.optim_parameters())
-        optimizer = make(kind)(copies)
-        for index in range(steps):
+        optimizer = KINDS[kind](copies)
+        for index in range(STEPS):
             value = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(dtype)
             found.append(piped.forward_backward((value,), loss_fn=square_loss).detach())
             piped.step(lambda index=index: found.append(step(optimizer, copies, index)), is_async=is_async).wait()
@@ -84,6 +84,16 @@ def test_training_is_the_same(kind, used, monkeypatch):
         found = train(kind, step, is_async=is_async, dtype=dtype)
         assert used.count(dtype) == 6 * (STEPS - ("momentum" in kind)), used  # SGD makes its state of the first
         assert_equal_bits(found, as_converted(monkeypatch, kind, step, is_async=is_async, dtype=dtype))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("is_async", [True, False])
+def test_training_on_a_card_is_the_same(is_async, used, monkeypatch):
+    options = {"is_async": is_async, "devices": ("cuda:0",)}
+    found = train("AdamW fused", clip, **options)
+    assert used.count(torch.bfloat16) == 6 * STEPS
+    expected = as_converted(monkeypatch, "AdamW fused", clip, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("clips", [clip, lambda *args: clip(*args, clip=roundpipe.clip_grad_norm_), clip_twice])

@@ -114,6 +114,8 @@ class LateGradients:
         """Multiply gradients, whose norm is ``total``, so that it is ``max_norm`` at most."""
         clip_grads_with_norm_([each for each in parameters if self.of(each) is None], max_norm, total)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if factor == 1:
+            return
         for late in filter(None, map(self.of, parameters)):
             late.factor = factor if late.factor is None else late.factor * factor
 
