@@ -39,7 +39,9 @@ def train(kind, step, *, is_async=True, dtype=torch.bfloat16, devices=("cpu", "c
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).to(dtype)
     found = []
-    with roundpipe.RoundPipe(model, torch.float32, devices=devices, model_run_config=config(2)) as piped:
+    with roundpipe.RoundPipe(
+        model, torch.float32, devices=devices, model_run_config=config(2, residency="off")
+    ) as piped:
         copies = list(piped.optim_parameters())
         optimizer = KINDS[kind](copies)
         for index in range(STEPS):
@@ -232,6 +234,19 @@ def test_other_optimizers_get_converted_gradients(used, monkeypatch):
     found = train("AdamW fused", step_both)
     assert torch.bfloat16 in used
     assert_equal_bits(found, as_converted(monkeypatch, "AdamW fused", step_both))
+
+
+def test_a_compiled_step_is_the_same_but_for_rounding(used, monkeypatch):
+    compiled = []
+
+    def step_compiled(optimizer, copies, index):
+        if index == 0:
+            compiled.append(torch.compile(optimizer.step, backend="eager"))
+        compiled[-1]()
+        optimizer.zero_grad()
+
+    found = train("AdamW fused", step_compiled)
+    torch.testing.assert_close(found, as_converted(monkeypatch, "AdamW fused", step_compiled), rtol=1e-4, atol=1e-4)
 
 
 def test_a_scaler_unscales_converted_gradients(used, monkeypatch):
