@@ -145,8 +145,8 @@ def _norm_of_converted(gradient: torch.Tensor, norm_type: float, dtype: torch.dt
     """In pieces: torch's own way from another dtype takes four times as long."""
     pieces = gradient.view(-1).split(PIECE_ELEMENTS * torch.get_num_threads())
     memory = gradient.new_empty(pieces[0].numel(), dtype=dtype)
-    norms = [torch.linalg.vector_norm(memory[: each.numel()].copy_(each), norm_type) for each in pieces]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = torch.stack([torch.linalg.vector_norm(memory[: each.numel()].copy_(each), norm_type) for each in pieces])
+    return torch.linalg.vector_norm(norms, norm_type or 1)  # 0 counts elements
 
 
 class FirstGradients:

@@ -179,7 +179,7 @@ class OptimizerSide(UpdateSteps):
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed or self.is_ahead)
         is_early = is_async and self._shard is None  # the first update takes the memory that it needs
-        self._runner.late.choose(pairs)
+        self._runner.late.choose(pairs if self._ranks is None else ())
         self._pairs.convert_early(is_early, self._second_memory() if is_early and self.num_steps else ())
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
