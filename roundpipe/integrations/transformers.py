@@ -176,7 +176,8 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         """Clip the gradients that the optimizer has."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if isinstance(optimizer, LateOptimizer):
-            return optimizer.clip_later(clip, max_norm, norm_type)
+            # accelerate's own looks at each gradient before, which has all of them converted
+            return optimizer.clip_later(torch.nn.utils.clip_grad_norm_, max_norm, norm_type)
         if self._has_copies:
             parameters = self.pipe.optim_parameters()
         return clip(parameters, max_norm, norm_type=norm_type)
