@@ -120,6 +120,7 @@ def test_asynchronous_steps_clip_and_step_without_a_look_at_gradients(
     options = {"max_grad_norm": 0.1, "train_dataset": texts(8), "max_steps": 3}
     trainer = make_trainer(RoundPipeTrainer, model, tmp_path, rotation={"is_async": True}, **options)
     trainer.train()
+    trainer.pipe.synchronize()
     assert dtypes == [torch.bfloat16] * (3 * len([*model.parameters()]))
 
 
