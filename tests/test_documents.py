@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,15 @@ FORECASTS = [
 def test_forecasts_run_as_they_are_shown(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a small model of that name in the folder."""
+    """With a small model of that name in the folder, which takes as many tokens as the line asks for."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     _, _, _, command, model, *options = shlex.split(line)
     folder = tmp_path / model.removesuffix("/config.json")
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(TINY))
+    lengths = [int(number) for option, number in pairwise(options) if option == "--seq"]
+    asked = {"max_position_embeddings": max(lengths)} if lengths else {}
+    (folder / "config.json").write_text(json.dumps(TINY | asked))
     assert cli.main([command, model, *options]) == 0
     assert "fits" in capsys.readouterr().out
 

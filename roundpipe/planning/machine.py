@@ -64,7 +64,8 @@ class HardwareProfile:
     has_peers: bool = True
     """Whether devices read each other's memory; gradients of a stage's replicas are then added up there."""
     prefetch_across_steps: bool = True
-    """Whether a worker's first weights of a step come up while it still runs the step before."""
+    """Whether steps overlap: a worker's first weights of a step come up while it still runs the step before, and what
+    that leaves is there beside them."""
 
     def __post_init__(self) -> None:
         for name in _BANDWIDTHS:

@@ -38,7 +38,7 @@ from roundpipe.planning.replayed import (
 )
 from roundpipe.planning.replayed_releases import Releases
 from roundpipe.planning.residency import STREAMED, Residency, Share
-from roundpipe.planning.stage_costs import StageCosts, beside_bytes, num_trained
+from roundpipe.planning.stage_costs import StageCosts, num_trained
 
 _MAX_STEPS, _MAX_TURNS = 32, 4
 """Steps after which a replay that is not steady is averaged: as many, and as many as the workers need for so many
@@ -82,8 +82,6 @@ class StepReplay:
         self._transfers = Transfers(self._queue, self.activities if record else None)
         self.stages = costs.of_jobs(schedule)
         self._releases = Releases(self._queue, self._transfers, profile, self._down, costs.layers, self.stages)
-        self._before = {at: ring.before(number) for ring in schedule.rings for number, at in enumerate(ring.positions)}
-        """Per job, by its position, the one that its worker runs before it, maybe in the step before."""
         self._on_host = values_on_host(schedule, costs)
         is_training = schedule.kind == "train"
         trained = sum(num_trained(cost) for cost in costs.layers) if is_training else 0
@@ -97,8 +95,6 @@ class StepReplay:
         self._recent_runs: list[deque[Node]] = [deque(maxlen=2) for _ in range(num_workers)]
         """Of each worker, the last ops of its latest runs: of the one before the next, and of the one before that."""
         self._free_s = [0.0] * num_workers
-        self.job_bytes = [0] * num_jobs
-        """Most that a worker held beside weights while it ran the job."""
         self._carried_bytes = self.peak_carried_bytes = 0
         self._num_steps = 0
         num_ops = sum(len(schedule.microbatches(job)) for job in schedule.jobs)
@@ -312,7 +308,7 @@ class StepReplay:
         return op, forward
 
     def _book(self, op: Op, position: int, waits: JobWaits, producer: Node | None, inputs: tuple[Node, ...]) -> None:
-        """Notes what an op that is over had waited for; at the end of a microbatch also the memory in use meanwhile."""
+        """Notes what an op that is over had waited for; at the end of a microbatch also values on the host."""
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s
         if op.started_s > since:
@@ -334,16 +330,7 @@ class StepReplay:
                     since = until
         if position < 0:
             return
-        stage, before, values = self.stages[position], waits.before, self._on_host[position]
-        own_bytes = stage.gradient_bytes + stage.working_bytes
-        used_bytes = own_bytes - min(stage.excess_bytes, 0)  # what the excess knows to be gone may be counted below
-        if before is not None and before.gradients is not None:
-            if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
-                used_bytes += before.gradient_bytes
-        worker_before = self.stages[self._before[position]]
-        beside = beside_bytes(stage, worker_before)
-        used_bytes = min(used_bytes + beside - worker_before.gradient_bytes, own_bytes + beside)
-        self.job_bytes[position] = max(self.job_bytes[position], used_bytes)
+        values = self._on_host[position]
         self._carried_bytes += values.born_bytes
         self.peak_carried_bytes = max(self.peak_carried_bytes, self._carried_bytes)
         self._carried_bytes -= values.freed_bytes

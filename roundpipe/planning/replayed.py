@@ -61,7 +61,6 @@ class EarlierJob(NamedTuple):
     job: Job
     last_op: Node
     gradients: Node | None
-    gradient_bytes: int
     settled: Node
     """When its gradients are the optimizer's, and those of the jobs before it."""
     released: Node

@@ -48,12 +48,12 @@ class Releases:
                 after = [ends[other] for other in (positions if adds_up else [at])]
                 link = self._down[job.worker]
                 gradients = self._transfers.add("gradients", link, num_bytes * share, job, None, 2, *after)
-            earlier = self._add_one(job, ends[at], gradients, num_bytes, share)
+            earlier = self._add_one(job, ends[at], gradients, share)
             self.earlier[job.worker].append(earlier)
             others += [] if gradients is None else [gradients, earlier.settled]
         return others
 
-    def _add_one(self, job: Job, last: Node, gradients: Node | None, gradient_bytes: int, share: float) -> EarlierJob:
+    def _add_one(self, job: Job, last: Node, gradients: Node | None, share: float) -> EarlierJob:
         """A job's end: the ``share`` of its gradients that comes home becomes the optimizer's behind earlier ones.
 
         The worker goes on when those of the job before it are home.
@@ -73,4 +73,4 @@ class Releases:
                 settled = self._transfers.add("added", self.added[job.worker], num_bytes, job, None, 0, *after)
             else:
                 self._queue.add(settled, *after)
-        return EarlierJob(job, last, gradients, gradient_bytes, settled, released)
+        return EarlierJob(job, last, gradients, settled, released)

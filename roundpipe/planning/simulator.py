@@ -20,7 +20,7 @@ from roundpipe.planning.machine import HardwareProfile, LinkTransfer
 from roundpipe.planning.replay import StepReplay
 from roundpipe.planning.replayed import CAUSES, Activity, Cause
 from roundpipe.planning.residency import STREAMED, Residency
-from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
+from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts, beside_bytes
 from roundpipe.reports.timeline import OPTIMIZER, WAIT_NAMES, Span, Timeline
 
 SHOWN_STEPS = 3
@@ -74,8 +74,8 @@ class Simulation:
     optimizer_bytes: float
     """Host memory traffic of the optimizer, per step."""
     peak_bytes: tuple[int, ...]
-    """Per device: weights, those that stay included, gradients (the visit's and those still on their way down), what
-    the running stage holds."""
+    """Per device: weights, those that stay included, gradients (the visit's and those of the one before), what the
+    running stage holds."""
     peak_carried_bytes: int
 
     @property
@@ -98,11 +98,16 @@ def simulate(
     """
     stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
     with garbage_collected_behind():
-        return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile(), residency), residency)
+        profile = profile or HardwareProfile()
+        return _steady_state(StepReplay(schedule, stage_costs, profile, residency), profile, residency)
 
 
-def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
-    """Means over the steps from the one that the last one is like."""
+def _steady_state(steps: StepReplay, profile: HardwareProfile, residency: Residency) -> Simulation:
+    """Means over the steps from the one that the last one is like.
+
+    Workers hold what a visit leaves through two runs of the next one, when the gradients of both are there, however
+    fast it goes down; steps that do not overlap end when all is gone.
+    """
     num_steps = steps.finished.age or max(len(steps.finished.steps) // 2, 1)
     last, old = steps.finished.steps[-1], steps.finished.steps[-1 - num_steps]
     seconds = (last.end_s - old.end_s) / num_steps
@@ -120,7 +125,10 @@ def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
             position = ring.positions[number]
             following = weights[ring.positions[number + num_taking]] if number + num_taking < num_jobs else 0
             arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
-            working_bytes[worker] = max(working_bytes[worker], steps.job_bytes[position])
+            stage, before = steps.stages[position], steps.stages[ring.before(number)]
+            finds_any = number >= num_taking or profile.prefetch_across_steps
+            used_bytes = stage.gradient_bytes + stage.working_bytes + finds_any * beside_bytes(stage, before)
+            working_bytes[worker] = max(working_bytes[worker], used_bytes)
             visits = len(schedule.microbatches(schedule.jobs[position]))
             busy_s[worker] += steps.update_there_s(worker) / num_jobs / turns
             busy_s[worker] += visits * steps.stages[position].seconds / turns
@@ -162,8 +170,9 @@ def simulate_timeline(
 ) -> tuple[Simulation, Timeline]:
     """`simulate`, and what it played from the first step on; arguments and errors are the same."""
     stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
-    steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), residency, record=True)
-    return _steady_state(steps, residency), Timeline(_spans(steps))
+    profile = profile or HardwareProfile()
+    steps = StepReplay(schedule, stage_costs, profile, residency, record=True)
+    return _steady_state(steps, profile, residency), Timeline(_spans(steps))
 
 
 def _spans(steps: StepReplay) -> Iterator[Span]:

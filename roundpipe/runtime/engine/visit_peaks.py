@@ -7,22 +7,23 @@ Layers for which the same memory was computed are of one kind; what a visit take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from roundpipe.core.execute_plan import ExecutePlan
 from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import Schedule
 from roundpipe.planning.stage_costs import (
     EXCESS,
     StageCosts,
     StagePhase,
-    arena_bytes,
     beside_bytes,
     ring_memory,
     training_jobs,
 )
 from roundpipe.runtime.config import RecomputeGrain
+from roundpipe.runtime.weights.residency import Arena
 
 Kind = tuple[int, ...]
 
@@ -63,7 +64,7 @@ class VisitPeaks:
             self._with_rest.add(position)
 
     def add(self, position: int, peak_bytes: int | None, surplus_bytes: int = 0) -> None:
-        """A visit's peak, by its position in the step; the surplus is room for weights that the plan does not need."""
+        """A visit's peak, by its position in the step; the surplus is room for weights beyond `most_room`."""
         if peak_bytes is not None:
             self._bytes[position] = peak_bytes - surplus_bytes
 
@@ -85,9 +86,6 @@ class VisitPeaks:
             before = stages[ring.before(number)]
             is_without = number < turn and position not in self._with_rest
             before_bytes = beside_bytes(stages[position], before) if is_without else 0
-            # predictions are of the worker with the largest weights; this one's room may be smaller
-            own = [stage.weight_bytes for stage in ring.of(stages)[number % turn :: turn]]
-            peak_bytes += predicted[position].weights + predicted[position].next_weights - arena_bytes(own, 1)
             found.append(MeasuredVisit(phase, layers, predicted[position].total - before_bytes, peak_bytes))
         return found
 
@@ -116,6 +114,15 @@ class VisitPeaks:
         present = getattr(self.costs[index], EXCESS[phase])
         if num_bytes > 0 or not present:
             self.costs[index] = replace(self.costs[index], **{EXCESS[phase]: present + num_bytes})
+
+
+def most_room(schedule: Schedule, worker: int, layer_sizes: Sequence[int]) -> int:
+    """What the largest weights take of all workers that take turns with this one, as they lie in memory.
+
+    Predictions are of these, in whichever worker's visit a peak is measured.
+    """
+    ring = next(ring for ring in schedule.rings if worker in ring.workers)
+    return max(Arena.room(schedule.visit_sizes(each, layer_sizes)) for each in ring.workers)
 
 
 def _visits(plan: ExecutePlan, num_workers: int) -> Iterator[tuple[StagePhase, range]]:

@@ -31,6 +31,7 @@ from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.stage_layers import StageLayers
 from roundpipe.runtime.engine.step import Cancelled, StepState
+from roundpipe.runtime.engine.visit_peaks import most_room
 from roundpipe.runtime.profiling.meter import Meter, Recorder
 from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
@@ -361,11 +362,10 @@ class Worker:
     def _release(self, step: StepState, task: Task, opened: OpenVisit) -> None:
         job, keeps_buffers = opened.job, opened.job.phase is not Phase.BACKWARD
         step.kept.end(job)
-        if step.spec.peaks is not None:
-            sizes = step.spec.schedule.visit_sizes(self.index, [weights.num_bytes for weights in step.spec.weights])
-            surplus_bytes = self.arena.num_bytes - self.arena.room(sizes)  # as if nothing stayed
-            position = job.index - step.spec.schedule.first_job
-            step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
+        if (peaks := step.spec.peaks) is not None:
+            sizes = [weights.num_bytes for weights in step.spec.weights]  # as if nothing stayed
+            surplus_bytes = self.arena.num_bytes - most_room(step.spec.schedule, self.index, sizes)
+            peaks.add(job.index - step.spec.schedule.first_job, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
         sharers = [self._backends[worker] for worker in step.spec.schedule.sharers(job)]
         may_sum = len(sharers) > 1 and job.phase is not Phase.FORWARD and are_peers(sharers)
