@@ -173,7 +173,8 @@ def forecast_at(
 def _to_try(layers: Layers, machine: Machine, training: Training) -> Iterator[Layers]:
     """Some layers; then the model cut otherwise: the first that fits the devices, else what needs the least."""
     yield layers
-    yield cut_otherwise(layers, machine, training)[0]
+    if layers.indivisible_bytes <= machine.budget_bytes:
+        yield cut_otherwise(layers, machine, training)[0]
 
 
 def cut_otherwise(layers: Layers, machine: Machine, training: Training) -> tuple[Layers, LeastNeed]:

@@ -12,6 +12,7 @@ import torch
 from roundpipe.core.errors import ConfigError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.module_tree import training_bytes_of
+from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cost import DeviceProfile
@@ -113,6 +114,11 @@ class Layers:
     """Of the microbatch of the trace."""
     known_memory: dict[tuple[int, Tiles], list[LayerCost] | None] = field(default_factory=dict)
     known_others: dict[LowerOptions, Layers] = field(default_factory=dict)
+
+    @property
+    def indivisible_bytes(self) -> int:
+        """What some layer takes of a device however the model is cut: a parameter's weights, and its gradient."""
+        return max((bytes_of(each) * (1 + each.requires_grad) for each in self.target.model.parameters()), default=0)
 
     def memory(self, call: Call, tiles: Tiles) -> list[LayerCost] | None:
         """Costs with the memory for a call's largest microbatch; None if the layers can't run on fakes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +96,25 @@ def test_the_verdict_says_bytes_as_tables_do(layers: Layers) -> None:
     reason = "The device is out of memory. layer 2 does not fit the device budget of 3,221,225,472 bytes: weights 5,000"
     found.reasons[:] = [reason]
     assert verdict(found) == "doesn't fit, because layer 2 does not fit the device budget of 3.00 GiB: weights 5,000"
+
+
+def test_no_other_cut_is_tried_where_a_parameter_alone_is_too_large(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def others(self: problem.Layers, profile: object) -> Iterator[problem.Layers]:
+        tried.append(self)
+        yield self
+
+    monkeypatch.setattr(problem.Layers, "others", others)
+    least_bytes = layers.layers.indivisible_bytes
+    for budget_bytes, number in ((least_bytes - 1, 0), (least_bytes, 1)):
+        tried.clear()
+        monkeypatch.setattr(Machine, "budget_bytes", budget_bytes)
+        found = layers.on(10**9)
+        assert not found.fits and "does not fit the device budget" in found.reasons[0]
+        assert len(tried) == number
 
 
 @pytest.mark.long
