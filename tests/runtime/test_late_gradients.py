@@ -314,6 +314,11 @@ def loop_of_its_own(looks, *, steps=3):
     return {str(index): each.detach().clone() for index, each in enumerate(found) if each is not None}
 
 
+def evaluate(piped):
+    with torch.no_grad():
+        piped(torch.ones(2, WIDTH).bfloat16())
+
+
 FIRST_LOOKS = {
     "nothing": lambda piped, copies: None,
     "a gradient": lambda piped, copies: copies[1].grad.clone(),
@@ -321,6 +326,7 @@ FIRST_LOOKS = {
     "clipping": lambda piped, copies: torch.nn.utils.clip_grad_norm_(copies, 0.1),
     "clearing": lambda piped, copies: [setattr(each, "grad", None) for each in copies] and None,
     "clearing all": lambda piped, copies: piped.zero_grad(),
+    "an evaluation": lambda piped, copies: (evaluate(piped), copies[1].grad.clone())[1],
     "a report": lambda piped, copies: torch.tensor(piped.report().host_memory.gradients) and None,
     "synchronize": lambda piped, copies: piped.synchronize(),
 }

@@ -157,6 +157,8 @@ class FirstGradients:
 
     def await_look(self, pairs: Sequence[ParameterPair], bring: Callable[[], None]) -> bool:
         """Have ``bring``, a method held weakly, called before anybody looks; False: they had better be brought now."""
+        if self._copies:
+            return True
         copies = [copy for pair in pairs if (copy := pair.copy) is not None]
         is_large = any(
             pair.copy is not None and pair.copy.numel() >= LEAST_ELEMENTS and not pair.passes_gradient_on
