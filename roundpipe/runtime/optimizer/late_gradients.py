@@ -9,6 +9,7 @@ update are converted where they are looked at, and later ones as they come home.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -27,9 +28,13 @@ PIECE_ELEMENTS = 2**19
 
 
 class LateGradients:
-    """Those of one model; one thread at a time is in an update, from `begin` to `end`."""
+    """Those of one model; one thread at a time is in an update, from `begin` to `end`, and others may look meanwhile.
+
+    Invariant: with the lock held, a gradient is late, taken by the optimizer that steps, or converted.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._late: dict[int, ParameterPair] = {}
         """By a copy's identity, those whose gradients are late in this update."""
         self._were_seen = False
@@ -43,49 +48,62 @@ class LateGradients:
 
     def begin(self, pairs: Sequence[ParameterPair]) -> None:
         """An update of these begins."""
-        for pair in pairs:
-            if pair.late is not None and pair.copy is not None:
-                self._late[id(pair.copy)] = pair
-                self._show(pair)
+        with self._lock:
+            for pair in pairs:
+                if pair.late is not None and pair.copy is not None:
+                    self._late[id(pair.copy)] = pair
+                    self._show(pair)
 
     def end(self) -> None:
         """It is over, however it has ended: what is still late is converted, as whoever looks from now on expects."""
-        with unseen():
+        with self._lock:
             for pair in self._late.values():
                 self._look(pair)
             self._late.clear()
 
     def of(self, parameter: torch.Tensor) -> LateGradient | None:
         """A parameter's gradient, if it is late."""
-        pair = self._late.get(id(parameter))
-        return None if pair is None else pair.late
+        if (pair := self._late.get(id(parameter))) is None:
+            return None
+        with self._lock, unseen():
+            if pair.late is not None and parameter.grad is not None:  # of a graph, which tells nobody
+                self._look(pair)
+            return pair.late
 
-    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these have no gradient, whoever looks, until `show`."""
-        unwatch(parameters)
+    def take(self, parameter: torch.Tensor) -> LateGradient | None:
+        """Likewise; then it has none, whoever looks, until `put_back`."""
+        with self._lock:
+            if (late := self.of(parameter)) is not None:
+                unwatch([parameter])
+                self._late[id(parameter)].late = None
+            return late
 
-    def show(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these have their gradients again, for whoever looks."""
-        for parameter in parameters:
+    def put_back(self, parameter: torch.Tensor, late: LateGradient) -> None:
+        """End `take`."""
+        with self._lock:
             if (pair := self._late.get(id(parameter))) is not None:
+                pair.late = late
                 self._show(pair)
 
     def look(self, parameters: Iterable[int]) -> None:
         """Somebody is about to look at gradients of these, by identity."""
-        for key in self._late.keys() & parameters:
-            self._look(self._late[key])
+        with self._lock:
+            for key in self._late.keys() & parameters:
+                self._look(self._late[key])
 
     def convert(self, parameter: torch.Tensor) -> None:
         """Let a parameter have its gradient in its own dtype, for this update."""
-        if (pair := self._late.get(id(parameter))) is not None:
-            self._convert(pair)
+        with self._lock:
+            if (pair := self._late.get(id(parameter))) is not None:
+                self._convert(pair)
 
     def drop(self, parameters: Collection[int]) -> None:
         """Let these, by identity, have no gradient any more."""
-        for key in self._late.keys() & parameters:
-            pair = self._late.pop(key)
-            unwatch([pair.copy])
-            pair.late = None
+        with self._lock:
+            for key in self._late.keys() & parameters:
+                pair = self._late.pop(key)
+                pair.late = None
+                unwatch([pair.copy])
 
     def clip(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
@@ -105,7 +123,7 @@ class LateGradients:
             if (late := self.of(parameter)) is not None:
                 norm = _norm_of_converted(late.gradient, norm_type, parameter.dtype)
                 norms.append(norm if late.factor is None else norm * late.factor)
-            elif parameter.grad is not None:
+            elif parameter.grad is not None and parameter.grad.numel():
                 norms.append(torch.linalg.vector_norm(parameter.grad, norm_type))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
@@ -131,14 +149,15 @@ class LateGradients:
             self._look(pair)
 
     def _look(self, pair: ParameterPair) -> None:
-        """Somebody looks: nothing is late in later updates."""
-        self._were_seen |= pair.late is not None
-        self._convert(pair)
+        """Somebody looks, in any thread: nothing is late in later updates."""
+        with self._lock:
+            self._were_seen |= pair.late is not None
+            self._convert(pair)
 
     def _convert(self, pair: ParameterPair) -> None:
-        unwatch([pair.copy])
         with unseen(), torch.no_grad():
             pair.convert_late()
+        unwatch([pair.copy])  # behind it: who looks in another thread waits at the lock till then
 
 
 def _norm_of_converted(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:

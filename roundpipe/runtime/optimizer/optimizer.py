@@ -204,6 +204,7 @@ class OptimizerSide(UpdateSteps):
                 self._scalers.restore(scales)
                 self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
+                self._end_interrupted()
             raise
         self._runner.warn_if_due()
         return StepHandle(update, self._gates.board, self._runner, self._finish_there)
@@ -217,7 +218,7 @@ class OptimizerSide(UpdateSteps):
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
-        self._updates.wait_interrupted()
+        self._end_interrupted()
         self._caller = threading.get_ident()
         if adds_gradients and self._first.end():  # more are added to what has come, not to what it was made from
             self._bring_gradients()

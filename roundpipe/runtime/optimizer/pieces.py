@@ -26,6 +26,7 @@ from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import unseen
 from roundpipe.runtime.optimizer import late_gradients, temporaries
 from roundpipe.runtime.optimizer.late_gradients import LateGradients
+from roundpipe.runtime.weights.banks import LateGradient
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class PiecewiseUpdates:
         """Parameters on a device, by their ids: small ones are updated together, as many as make a piece."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters that are updated, whose gradients torch's step is not to find."""
-        self._hidden_late: list[torch.Tensor] = []
-        """Those whose gradients were late."""
+        self._taken: list[tuple[torch.Tensor, LateGradient]] = []
+        """Those whose gradients were late, with these."""
         self._has_closures = False
         """Whether an optimizer was given a closure, behind which gradients are made."""
         self._logged: set[str] = set()
@@ -95,21 +96,20 @@ class PiecewiseUpdates:
         for group, parameter in found:
             update, names = _update_of(optimizer, group)
             states = {name: each for name, each in optimizer.state.get(parameter, {}).items() if name in names}
-            is_away, late = id(parameter) in self.away, self._late.of(parameter)
-            if late is not None and not states:
-                states = _first_states(optimizer, group, parameter)
+            if not states and self._late.of(parameter):
+                states = _first_states(optimizer, group, parameter, self._late)
             if len(states) < len(names) or not _is_divisible(parameter, states):
                 self._late.convert(parameter)
                 continue
-            if late is not None:
+            if (late := self._late.take(parameter)) is not None:
+                self._taken.append((parameter, late))
                 num_elements = late_gradients.PIECE_ELEMENTS * torch.get_num_threads()
                 _update_in_pieces(update, parameter, late.gradient, states, num_elements, late.factor)
-                self._hidden_late.append(parameter)
                 continue
             gradient = parameter.grad
-            if is_unneeded or not _is_divisible(parameter, {"gradient": gradient}):
+            if gradient is None or is_unneeded or not _is_divisible(parameter, {"gradient": gradient}):
                 continue
-            if not is_away:
+            if id(parameter) not in self.away:
                 _update_in_pieces(update, parameter, gradient, states, _piece_elements())
             elif parameter.numel() > temporaries.PIECE_ELEMENTS:
                 _update_in_pieces(update, parameter, gradient, states, temporaries.PIECE_ELEMENTS)
@@ -121,15 +121,14 @@ class PiecewiseUpdates:
                 update(*map(list, zip(*together, strict=True)))
         for parameter, _ in self._hidden:
             parameter.grad = None
-        self._late.hide(self._hidden_late)
 
     def after_step(self) -> None:
         """It has stepped, or raised."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
-        self._late.show(self._hidden_late)
-        self._hidden_late.clear()
+        while self._taken:
+            self._late.put_back(*self._taken.pop())
 
     def _log(self, kind: str, reason: str) -> None:
         """Say which way is taken, once for each."""
@@ -201,18 +200,22 @@ def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple
     return update_adam, {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
 
 
-def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> States:
+def _first_states(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, gradients: LateGradients
+) -> States:
     """What torch makes for a parameter in its first step, without that step; empty: it does so in another way."""
     if isinstance(optimizer, torch.optim.SGD) or not hasattr(optimizer, "_init_group"):
         return {}
-    with unseen():
-        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand_as(parameter)  # it asks whether there is one
-        try:
-            optimizer._init_group({**group, "params": [parameter]}, [], [], [], [], [], [])
-        except TypeError:  # it takes something else by now
-            return {}
-        finally:
-            parameter.grad = None
+    if (late := gradients.take(parameter)) is None:
+        return {}
+    parameter.grad = torch.zeros((), dtype=parameter.dtype).expand_as(parameter)  # it asks whether there is one
+    try:
+        optimizer._init_group({**group, "params": [parameter]}, [], [], [], [], [], [])
+    except TypeError:  # it takes something else by now
+        return {}
+    finally:
+        parameter.grad = None
+        gradients.put_back(parameter, late)
     return dict(optimizer.state.get(parameter, {}))
 
 

@@ -191,8 +191,6 @@ class PlainSteps(ABC):
             return False
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
         cleared = [copies[each] for each in parameters if each in copies]
-        for pair in cleared:
-            pair.late = None  # of an update that was interrupted
         is_quiet = self._updates.is_idle and not self._steps.running()
         if self._loop != "steps" and not is_quiet:
             return False

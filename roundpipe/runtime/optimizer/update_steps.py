@@ -77,6 +77,13 @@ class UpdateSteps(UnaskedSteps):
             self.times.end(pairs)
         return result
 
+    def _end_interrupted(self) -> None:
+        """Return when nothing is left of an exchange whose caller was interrupted, nor of gradients that it took."""
+        self._updates.wait_interrupted()
+        if self._updates.is_idle:
+            for pair in self._pairs:
+                pair.convert_late()
+
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
         return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))

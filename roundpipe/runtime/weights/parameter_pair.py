@@ -290,13 +290,14 @@ class ParameterPair:
 
     def convert_late(self) -> None:
         """Let the copy have a gradient that is late in its own dtype."""
-        late, self.late = self.late, None
-        if late is not None and self.copy is not None:
+        late, copy = self.late, self.copy
+        if late is not None and copy is not None:
             with Together() as together:
                 gradient = self._converted(late.gradient, together)
             if late.factor is not None:
                 gradient.mul_(late.factor)
-            self.copy.grad = gradient
+            copy.grad = gradient if copy.grad is None else copy.grad.add_(gradient)  # a graph has added to it
+        self.late = None
 
     @property
     def passes_gradient_on(self) -> bool:
