@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.optimizer import late_gradients
+from roundpipe.runtime.optimizer import late_gradients, pieces
 from tests.runtime.models import assert_equal_bits, square_loss
 from tests.runtime.test_late_gradients import WIDTH, step, used
 
@@ -72,6 +72,33 @@ def test_the_training_thread_changes_nothing_beside_an_update(act, used, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
         assert_equal_bits(found, beside_an_update(act))
+
+
+def looked_at_in_the_middle(monkeypatch):
+    """Weights where another thread looks at each copy right before its update in pieces."""
+    update = pieces._update_in_pieces  # where the middle is
+
+    def look_and_update(run_update, parameter, *args):
+        look = threading.Thread(target=lambda: (parameter.norm(), parameter.grad))
+        look.start()
+        look.join()
+        update(run_update, parameter, *args)
+
+    with small() as (piped, copies, optimizer, run), monkeypatch.context() as patch:
+        patch.setattr(pieces, "_update_in_pieces", look_and_update)  # it
+        for index in range(3):
+            run(index)
+            piped.step(lambda: step(optimizer, copies, 0)).wait()
+        assert [int(optimizer.state[each]["step"]) for each in copies] == [3] * len(copies)
+        return {str(index): each.detach().clone() for index, each in enumerate(copies)}
+
+
+def test_a_look_in_the_middle_of_an_update_changes_nothing(used, monkeypatch):
+    found = looked_at_in_the_middle(monkeypatch)
+    assert torch.bfloat16 in used
+    with monkeypatch.context() as patch:
+        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+        assert_equal_bits(found, looked_at_in_the_middle(monkeypatch))
 
 
 def test_threads_of_a_step_find_the_gradient(used):
