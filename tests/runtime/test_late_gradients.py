@@ -89,6 +89,7 @@ def test_training_is_the_same(kind, used, monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_training_on_a_card_is_the_same(is_async, used, monkeypatch):
     options = {"is_async": is_async, "devices": ("cuda:0",)}

@@ -81,7 +81,7 @@ class UpdateSteps(UnaskedSteps):
         """Return when nothing is left of an exchange whose caller was interrupted, nor of gradients that it took."""
         self._updates.wait_interrupted()
         if self._updates.is_idle:
-            for pair in self._pairs:
+            for pair in [pair for pair in self._pairs if pair.late is not None]:
                 pair.convert_late()
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
