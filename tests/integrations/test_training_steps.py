@@ -12,8 +12,10 @@ from transformers import Trainer
 from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.microbatches import Batch, LossKind
 from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
-from roundpipe.runtime.optimizer import late_gradients, pieces
 from tests.integrations.trainers import VOCAB, assert_same_weights, llama, make_trainer, padded, texts, train_both
+from tests.runtime.cases_late_gradients import used
+
+__all__ = ["used"]  # a fixture
 
 
 class Counting(Trainer):
@@ -110,18 +112,13 @@ def test_the_first_updates_of_asynchronous_steps_are_clipped(number: int, tmp_pa
         assert_same_weights(plain.model, trainer.model)
 
 
-def test_asynchronous_steps_clip_and_step_without_a_look_at_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(late_gradients, "LEAST_ELEMENTS", 1)
-    dtypes, update = [], pieces._update_in_pieces  # the one place that all updates in pieces pass
-    monkeypatch.setattr(pieces, "_update_in_pieces", lambda *args: (dtypes.append(args[2].dtype), update(*args)))  # it
+def test_asynchronous_steps_clip_and_step_without_a_look_at_gradients(tmp_path: Path, used: list[torch.dtype]) -> None:
     model = llama().bfloat16()
     options = {"max_grad_norm": 0.1, "train_dataset": texts(8), "max_steps": 3}
     trainer = make_trainer(RoundPipeTrainer, model, tmp_path, rotation={"is_async": True}, **options)
     trainer.train()
     trainer.pipe.synchronize()
-    assert dtypes == [torch.bfloat16] * (3 * len([*model.parameters()]))
+    assert used == [torch.bfloat16] * (3 * len([*model.parameters()]))
 
 
 def test_samples_are_measured_that_tell_means_apart() -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.optimizer import late_gradients, pieces
+from tests.runtime.cases_late_gradients import WIDTH, assert_same_converted, converted, step, used
 from tests.runtime.models import assert_equal_bits, config, square_loss
 
+__all__ = ["used"]  # a fixture
 pytestmark = pytest.mark.timeout(120)
-WIDTH, STEPS = 8, 6
+STEPS = 6
 KINDS = {
     "AdamW fused": lambda given: torch.optim.AdamW(given, 0.01, fused=True),
     "AdamW": lambda given: torch.optim.AdamW(given, 0.01),
@@ -21,17 +22,6 @@ KINDS = {
     "SGD": lambda given: torch.optim.SGD(given, 0.01),
     "SGD momentum fused": lambda given: torch.optim.SGD(given, 0.01, momentum=0.9, fused=True),
 }
-
-
-@pytest.fixture
-def used(monkeypatch):
-    """Has parameters of any size updated in pieces of few elements; the dtypes of gradients that updates read."""
-    roundpipe.RoundPipe(nn.Linear(1, 1), devices=["cpu"]).close()  # torch has the library's hooks from then on
-    monkeypatch.setattr(late_gradients, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(late_gradients, "PIECE_ELEMENTS", 16)  # whole vectors: kernels round the rest otherwise
-    dtypes, update = [], pieces._update_in_pieces  # the one place that all of them pass
-    monkeypatch.setattr(pieces, "_update_in_pieces", lambda *args: (dtypes.append(args[2].dtype), update(*args)))  # it
-    return dtypes
 
 
 def train(kind, step, *, is_async=True, dtype=torch.bfloat16, devices=("cpu", "cpu")):
@@ -57,14 +47,8 @@ def train(kind, step, *, is_async=True, dtype=torch.bfloat16, devices=("cpu", "c
 
 def as_converted(monkeypatch, *args, **kwargs):
     """The same training with gradients that are converted before updates."""
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
+    with converted(monkeypatch):
         return train(*args, **kwargs)
-
-
-def step(optimizer, copies, index):
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def clip(optimizer, copies, index, clip=lambda *args: torch.nn.utils.clip_grad_norm_(*args)):
@@ -261,10 +245,7 @@ def test_a_scaler_unscales_converted_gradients(used, monkeypatch):
 
         return train("AdamW fused", unscale, is_async=False)
 
-    found = train_scaled()
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, train_scaled())
+    assert_same_converted(monkeypatch, train_scaled)
 
 
 def test_an_update_that_is_not_made_leaves_them_to_the_next(used, monkeypatch):
@@ -288,11 +269,8 @@ def test_an_update_that_is_not_made_leaves_them_to_the_next(used, monkeypatch):
             found += [*model.parameters(), *piped.optim_parameters()]
         return {str(index): each.detach().clone() for index, each in enumerate(found)}
 
-    found = train_on()
+    assert_same_converted(monkeypatch, train_on)
     assert torch.bfloat16 in used
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, train_on())
 
 
 def loop_of_its_own(looks, *, steps=3):
@@ -335,10 +313,7 @@ FIRST_LOOKS = {
 
 @pytest.mark.parametrize("looks", FIRST_LOOKS)
 def test_a_loop_of_its_own_finds_the_first_ones(looks, used, monkeypatch, recwarn):
-    found = loop_of_its_own(FIRST_LOOKS[looks])
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, loop_of_its_own(FIRST_LOOKS[looks]))
+    assert_same_converted(monkeypatch, lambda: loop_of_its_own(FIRST_LOOKS[looks]))
     assert not [each for each in recwarn if "gradients came" in str(each.message)]
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.optimizer import late_gradients, pieces
-from tests.runtime.models import assert_equal_bits, square_loss
-from tests.runtime.test_late_gradients import WIDTH, step, used
+from roundpipe.runtime.optimizer import pieces
+from tests.runtime.cases_late_gradients import WIDTH, assert_same_converted, step, used
+from tests.runtime.models import square_loss
 
 __all__ = ["used"]  # a fixture
 pytestmark = pytest.mark.timeout(120)
@@ -67,11 +67,8 @@ def beside_an_update(act):
     ],
 )
 def test_the_training_thread_changes_nothing_beside_an_update(act, used, monkeypatch):
-    found = beside_an_update(act)
+    assert_same_converted(monkeypatch, partial(beside_an_update, act))
     assert torch.bfloat16 in used
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, beside_an_update(act))
 
 
 def looked_at_in_the_middle(monkeypatch):
@@ -94,11 +91,8 @@ def looked_at_in_the_middle(monkeypatch):
 
 
 def test_a_look_in_the_middle_of_an_update_changes_nothing(used, monkeypatch):
-    found = looked_at_in_the_middle(monkeypatch)
+    assert_same_converted(monkeypatch, partial(looked_at_in_the_middle, monkeypatch))
     assert torch.bfloat16 in used
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, looked_at_in_the_middle(monkeypatch))
 
 
 def test_threads_of_a_step_find_the_gradient(used):
@@ -130,14 +124,13 @@ def interrupted(behind):
         run(0)
         piped.step(lambda: step(optimizer, copies, 0), is_async=False)
         side = piped._session.optimizer  # nobody else can interrupt it there
-        exchange, side._exchange = (
-            side._exchange,
-            lambda *args, **kwargs: (exchange(*args, **kwargs), interrupt()),
-        )  # it
+        exchange = side._exchange  # it
 
-        def interrupt():
+        def exchange_and_interrupt(*args, **kwargs):
+            exchange(*args, **kwargs)
             raise KeyboardInterrupt
 
+        side._exchange = exchange_and_interrupt  # it
         run(1)
         with pytest.raises(KeyboardInterrupt):
             piped.step(lambda: step(optimizer, copies, 0), is_async=False)
@@ -160,7 +153,4 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("case", [penalized, *(partial(interrupted, each) for each in INTERRUPTED.values())])
 def test_what_is_taken_counts_once(case, used, monkeypatch):
-    found = case()
-    with monkeypatch.context() as patch:
-        patch.setattr(late_gradients, "LEAST_ELEMENTS", 10**9)
-        assert_equal_bits(found, case())
+    assert_same_converted(monkeypatch, case)

@@ -112,7 +112,7 @@ class HandOver:
                     to_write.remove(ready)
                     self._release(ready.pairs, weights_changed, only_behind, swaps, ranks)
                 elif to_take and to_take[0].is_added():
-                    self._take(to_take.popleft().pairs, steps, late and ranks is None, ranks)
+                    self._take(to_take.popleft().pairs, steps, late, ranks)
                 else:
                     with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
                         self._wait(to_write, to_take[0] if to_take else None)

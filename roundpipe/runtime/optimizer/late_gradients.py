@@ -1,9 +1,9 @@
 """Gradients that an update reads in the model's dtype, and converts piece by piece while caches hold them.
 
-Converted as a whole they would be written to memory and read again, and take as much of it as the weights' copies. It
-is for nothing if all that updates do with them is to clip them by their norm, and steps of torch's optimizers. So they
-are left as they are, which is called late, until somebody looks at one. The copies tell before: then those of this
-update are converted where they are looked at, and later ones as they come home.
+Converted as a whole they would be written to memory and read again, and take as much of it as the weights' copies.
+That is for nothing as long as updates only clip them by their norm and step torch's optimizers. So they are left as
+they are, which is called late, until somebody looks at one. The copies tell before: then those of this update are
+converted where they are looked at, and later ones as they come home.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class LateGradients:
     def choose(self, pairs: Sequence[ParameterPair]) -> None:
         """Say of which the next gradients may be late."""
         for pair in pairs:
-            is_large = pair.copy is not None and pair.copy.numel() >= LEAST_ELEMENTS
-            pair.may_be_late = is_large and not self._were_seen
+            pair.may_be_late = _is_large(pair) and not self._were_seen
 
     def begin(self, pairs: Sequence[ParameterPair]) -> None:
         """An update of these begins."""
@@ -106,13 +105,18 @@ class LateGradients:
                 unwatch([pair.copy])
 
     def clip(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+        self,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
-        """What ``torch.nn.utils.clip_grad_norm_`` does, and returns; late gradients stay late."""
-        total = self.total_norm(parameters, norm_type)
+        """``torch.nn.utils.clip_grad_norm_``, by which late gradients stay late; ``foreach`` is a matter of speed."""
+        total = self.total_norm(parameters, float(norm_type))
         if error_if_nonfinite:
             check_norm(total)
-        self.scale_to(parameters, max_norm, total)
+        self.scale_to(parameters, float(max_norm), total)
         return total
 
     @torch.no_grad()
@@ -160,9 +164,18 @@ class LateGradients:
         unwatch([pair.copy])  # behind it: who looks in another thread waits at the lock till then
 
 
+def piece_elements() -> int:
+    """Of what is converted at once."""
+    return PIECE_ELEMENTS * torch.get_num_threads()
+
+
+def _is_large(pair: ParameterPair) -> bool:
+    return pair.copy is not None and pair.copy.numel() >= LEAST_ELEMENTS
+
+
 def _norm_of_converted(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """In pieces: torch's own way from another dtype takes four times as long."""
-    pieces = gradient.view(-1).split(PIECE_ELEMENTS * torch.get_num_threads())
+    pieces = gradient.view(-1).split(piece_elements())
     memory = gradient.new_empty(pieces[0].numel(), dtype=dtype)
     norms = torch.stack([torch.linalg.vector_norm(memory[: each.numel()].copy_(each), norm_type) for each in pieces])
     return torch.linalg.vector_norm(norms, norm_type or 1)  # 0 counts elements
@@ -179,11 +192,8 @@ class FirstGradients:
         if self._copies:
             return True
         copies = [copy for pair in pairs if (copy := pair.copy) is not None]
-        is_large = any(
-            pair.copy is not None and pair.copy.numel() >= LEAST_ELEMENTS and not pair.passes_gradient_on
-            for pair in pairs
-        )
-        if not is_large or any(type(each) is not nn.Parameter or each.grad is not None for each in copies):
+        are_any_converted = any(_is_large(pair) and not pair.passes_gradient_on for pair in pairs)
+        if not are_any_converted or any(type(each) is not nn.Parameter or each.grad is not None for each in copies):
             return False
         method = weakref.WeakMethod(bring)
 

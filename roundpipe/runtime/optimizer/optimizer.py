@@ -220,7 +220,7 @@ class OptimizerSide(UpdateSteps):
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
         self._end_interrupted()
         self._caller = threading.get_ident()
-        if adds_gradients and self._first.end():  # more are added to what has come, not to what it was made from
+        if adds_gradients and self._first.end():  # the call's are added to them in the copies' dtype
             self._bring_gradients()
         has_update = not self.is_idle
         ahead = [] if has_update or self._weights_changed else self._pairs.ahead()

@@ -24,8 +24,8 @@ from torch.optim.sgd import sgd
 from roundpipe.core import trees
 from roundpipe.core.storages import is_plain
 from roundpipe.core.watched import unseen
-from roundpipe.runtime.optimizer import late_gradients, temporaries
-from roundpipe.runtime.optimizer.late_gradients import LateGradients
+from roundpipe.runtime.optimizer import temporaries
+from roundpipe.runtime.optimizer.late_gradients import LateGradients, piece_elements
 from roundpipe.runtime.weights.banks import LateGradient
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,16 @@ class PiecewiseUpdates:
                 (group, parameter)
                 for group in optimizer.param_groups
                 for parameter in group["params"]
-                if parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away or self._late.of(parameter)
-                if parameter.grad is not None or self._late.of(parameter)
+                if self._late.of(parameter) is not None
+                or parameter.grad is not None
+                and (parameter.numel() >= LEAST_ELEMENTS or id(parameter) in self.away)
             ]
             if not found:
                 return
             reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
-            is_unneeded = not reason and bool(_unneeded(optimizer))
-        self._log(type(optimizer).__name__, reason or _unneeded(optimizer))
+            unneeded = "" if reason else _unneeded(optimizer)
+            is_any_late = self._late.has(parameter for _, parameter in found)
+        self._log(type(optimizer).__name__, reason or ("" if is_any_late else unneeded))
         if reason:
             self._late.look(id(parameter) for _, parameter in found)
             return
@@ -103,11 +105,10 @@ class PiecewiseUpdates:
                 continue
             if (late := self._late.take(parameter)) is not None:
                 self._taken.append((parameter, late))
-                num_elements = late_gradients.PIECE_ELEMENTS * torch.get_num_threads()
-                _update_in_pieces(update, parameter, late.gradient, states, num_elements, late.factor)
+                _update_in_pieces(update, parameter, late.gradient, states, piece_elements(), late.factor)
                 continue
             gradient = parameter.grad
-            if gradient is None or is_unneeded or not _is_divisible(parameter, {"gradient": gradient}):
+            if gradient is None or unneeded or not _is_divisible(parameter, {"gradient": gradient}):
                 continue
             if id(parameter) not in self.away:
                 _update_in_pieces(update, parameter, gradient, states, _piece_elements())

@@ -32,7 +32,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import counts_as_torch, unseen
 from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.late_gradients import FirstGradients, LateGradients
+from roundpipe.runtime.optimizer.late_gradients import FirstGradients
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -289,7 +289,7 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
             runner.before_clipping(given)
             if (late := runner.late_of(given)) is not None:
                 if function is _clip_grad_norm:
-                    return _clip_late(late, *args, **kwargs)
+                    return late.clip(*args, **kwargs)
                 late.look(map(id, given))
         elif isinstance(given, (list, torch.Tensor)):
             parameters = frozenset(map(id, given if isinstance(given, list) else [given]))
@@ -299,18 +299,6 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return clip
-
-
-def _clip_late(
-    late: LateGradients,
-    parameters: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> torch.Tensor:
-    """``clip_grad_norm_`` for gradients of which some are late; ``foreach`` is a matter of speed."""
-    return late.clip(parameters, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def _behind_updates(method: Callable[..., Any]) -> Callable[..., Any]:
