@@ -161,6 +161,11 @@ def training_bytes_of(module: nn.Module) -> int:
     return weight_bytes_of(module) + sum(bytes_of(t) for t in parameters_in(module) if t.requires_grad)
 
 
+def has_attention(module: nn.Module) -> bool:
+    """Whether a model is likely to compute attention: some class of its modules has it in its name."""
+    return any("attention" in type(each).__name__.lower() for each in modules_in(module))
+
+
 def common_path(names: Sequence[str]) -> list[str]:
     """The parts of qualified names that all of them begin with."""
     paths = [name.split(".") for name in names]

@@ -41,6 +41,7 @@ class _Load:
 
     num_tasks: int = 0
     thread: threading.Thread | None = None
+    has_begun: bool = False
 
     @property
     def can_go_on(self) -> bool:
@@ -155,7 +156,7 @@ class TaskThread:
 
     Callables must not raise; whoever hands one in catches inside it. If one does, ``on_error``, a method held weakly,
     is told in the thread, or it is logged; the thread goes on with the next. ``board`` is where others wait for what
-    the thread does. ``begin`` is called in the thread before the first.
+    the thread does. ``begin`` is called in the thread before the first, and whatever it raises is told likewise.
     """
 
     def __init__(
@@ -184,6 +185,16 @@ class TaskThread:
     def is_current(self) -> bool:
         """Whether the calling code runs in this thread."""
         return self._thread is threading.current_thread()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether ``begin`` is over."""
+        return self._load.has_begun
+
+    def start(self) -> None:
+        """Start the thread, if it has not, and with it ``begin``, before there is anything else to do."""
+        if self._thread is None:
+            self.submit(bool)
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
         """Run ``work(*args)`` in the thread after all that was submitted before."""
@@ -237,6 +248,9 @@ def _serve(
         begin()
     except BaseException as error:
         _tell(error, on_error)
+    with board.lock:
+        load.has_begun = True
+        board.notify()
     while True:
         try:
             if (item := inbox.get()) is None:

@@ -29,6 +29,7 @@ from roundpipe.core.checks import check_type
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.inventory import kept
+from roundpipe.core.module_tree import has_attention
 from roundpipe.core.options import check_passed_on
 from roundpipe.core.watched import is_watched
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
@@ -102,11 +103,10 @@ class Session:
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
         options, board = (optim_dtype, widens_half, shard_optimizer), self.gates.board
-        self.ranks = None
-        if process_group is not None:
-            self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
+        group = process_group
+        self.ranks = None if group is None else Ranks(group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
-        self.engine = Engine(backends, name, self.gates)
+        self.engine = Engine(backends, name, self.gates, has_attention=has_attention(model))
         inventory = self.inventory = kept(model)
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.optimizer = OptimizerSide(
@@ -220,7 +220,7 @@ class Session:
         if self._is_streaming:
             raise ConfigError(f"{self.name} was called inside streamed(); call the model that streamed() gives")
         self._end_streamed()
-        self.engine.raise_pending()
+        self.engine.begin_call()
         self.optimizer.note_round(adds_gradients)
         self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()

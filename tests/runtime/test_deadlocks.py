@@ -104,7 +104,7 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
             with pytest.raises(Mine):
                 run()
         elif where == "between rounds":
-            worker._thread.submit(fails)  # as above
+            worker.thread.submit(fails)  # as above
             wait_until(lambda: worker._broken is not None)  # else the next call may come first
         else:
             # as above
@@ -122,7 +122,7 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
     """As if an error came up in the worker's thread before it had begun with what it was given."""
     with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="lost") as piped:
-        thread = piped._session.engine._workers[0]._thread  # what fails is the worker's own code
+        thread = piped._session.engine._workers[0].thread  # what fails is the worker's own code
         submit, told = thread.submit, threading.Event()
 
         def lose(work, *args):

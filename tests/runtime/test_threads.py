@@ -30,6 +30,36 @@ def test_the_thread_starts_with_the_first_work():
     assert threading.active_count() == before
 
 
+def test_a_thread_can_start_before_there_is_work():
+    begun = []
+    thread = TaskThread("roundpipe test ahead", begin=lambda: begun.append(threading.current_thread().name))
+    assert not thread.has_begun
+    thread.start()
+    thread.start()
+    thread.submit(lambda: None)
+    thread.close()
+    assert thread.has_begun
+    assert begun == ["roundpipe test ahead"]
+
+
+def test_a_beginning_that_fails_is_over():
+    told = []
+
+    class Owner:
+        def note(self, error):
+            told.append(str(error))
+
+    def fail():
+        raise ValueError("begin")
+
+    owner = Owner()
+    thread = TaskThread("roundpipe test fails", owner.note, begin=fail)
+    thread.start()
+    thread.close()
+    assert thread.has_begun
+    assert told == ["begin"]
+
+
 def test_closing_waits_for_what_was_given():
     thread = TaskThread("roundpipe test close")
     done = []

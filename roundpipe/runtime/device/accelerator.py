@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
@@ -40,6 +41,9 @@ LARGEST_PADDING = 1.1
 """Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
 SMALL_BYTES = 1 << 17
 """Pinned allocations up to this size may be padded by more."""
+
+ATTENTION = 1, 1, 128, 128
+"""Samples, heads, tokens and elements of the first attention."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 
@@ -82,7 +86,6 @@ class AcceleratorBackend(Backend):
         idle = _idle_streams.setdefault(self.device, [])
         self._entry, self._num_sharing = entry, num_sharing
         self._others_bytes = torch.accelerator.memory_allocated(self.device)
-        self._is_warm = False
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
         self._fragmentation_bytes = 0
@@ -150,13 +153,19 @@ class AcceleratorBackend(Backend):
                 backend._peak_bytes = max(backend._peak_bytes, peak)
             torch.accelerator.reset_peak_memory_stats(self.device)
 
-    def warm_up(self) -> None:
-        """Matrix products have workspaces, one for each thread and stream: the worker's, and autograd's own."""
-        if not self._is_warm:
-            self._is_warm = True
-            with torch.enable_grad(), contextlib.suppress(RuntimeError):  # such as of an order that is not fixed
+    def warm_up(self, *, has_attention: bool = False) -> None:
+        """Matrix products have workspaces, one for each thread and stream: the worker's, and autograd's own.
+
+        Attention is cuDNN's on some devices, which takes seconds to come from a disk.
+        """
+        with self.activate(), torch.enable_grad():
+            with contextlib.suppress(RuntimeError):  # such as of an order that is not fixed
                 matrix = torch.ones(16, 16, device=self.device, requires_grad=True)
                 (matrix @ matrix).sum().backward()
+            with contextlib.suppress(RuntimeError):
+                if has_attention:
+                    query = torch.ones(ATTENTION, device=self.device, dtype=torch.bfloat16, requires_grad=True)
+                    functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
 
     def note_others(self, own_bytes: int) -> None:
         if self._num_sharing == 1:

@@ -208,8 +208,11 @@ class Backend(ABC):
     def peak_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once since the last reset."""
 
-    def warm_up(self) -> None:  # noqa: B027 - most libraries keep nothing
-        """Let libraries take the memory that they keep for the calling thread, so that no visit is found to take it."""
+    def warm_up(self, *, has_attention: bool = False) -> None:  # noqa: B027 - most libraries keep nothing
+        """Have libraries loaded, and take what memory they keep for the calling thread, so that no visit is found to.
+
+        ``has_attention``: whether the library that computes attention is one of them.
+        """
 
     def begin_step(self, operator_flops: float) -> None:  # noqa: B027 - accelerators need no threads for operators
         """A step begins, in the calling thread; an average operator with weights has so many FLOPs, or 0: unknown."""

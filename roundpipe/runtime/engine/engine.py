@@ -55,9 +55,12 @@ class _Prepared:
 
 
 class Engine(Steps):
-    """The workers of one model, one per entry of ``devices=``."""
+    """The workers of one model, one per entry of ``devices=``.
 
-    def __init__(self, backends: Sequence[Backend], name: str, gates: Gates) -> None:
+    ``has_attention``: whether the model is likely to compute attention.
+    """
+
+    def __init__(self, backends: Sequence[Backend], name: str, gates: Gates, *, has_attention: bool = False) -> None:
         self.backends = tuple(backends)
         self.steps = RunningSteps(gates)
         self._gates = gates
@@ -76,6 +79,7 @@ class Engine(Steps):
                 self.steps,
                 self.twins.of_workers[i],
                 self.begin_host_work,
+                has_attention,
             )
             for i in range(len(backends))
         ]
@@ -252,8 +256,19 @@ class Engine(Steps):
             worker.backend.note_others(worker.arena.num_bytes + kept_bytes)
             kept_bytes = 0
 
+    def begin_call(self) -> None:
+        """Raise what is pending; devices warm up in the workers' threads, beside what the caller does until a step."""
+        self.raise_pending()
+        for worker in self._workers:
+            worker.thread.start()
+
     def take_budgets(self) -> list[int | None]:
-        """Per worker, the device memory to plan for now; None: no limit."""
+        """Per worker, the device memory to plan for now that it is warm; None: no limit."""
+        for worker in self._workers:
+            worker.thread.start()
+        self._gates.board.wait(
+            lambda: all(worker.thread.has_begun for worker in self._workers), "the caller", "the start of the workers"
+        )
         return [backend.take_budget() for backend in self.backends]
 
     def start_recording(self) -> Recorder:

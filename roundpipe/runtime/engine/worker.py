@@ -55,17 +55,18 @@ class Worker:
         steps: RunningSteps,
         twins: Twins,
         begin_host_work: Callable[[], None],
+        has_attention: bool,
     ) -> None:
-        self.index = index
+        self.index, self.name = index, name
         self.backend = backend = backends[index]
         self._backends = backends
-        self.name = name
         self.arena = Arena(backend, twins)
         self.device = f"{backend.device} (worker {index})"
         """Its name in timelines."""
         self.meter = Meter(backend, self.device)
         self._gates, self._steps = gates, steps
-        self._thread = TaskThread(f"roundpipe {name}", self._break, gates.board)
+        warm_up = partial(backend.warm_up, has_attention=has_attention)
+        self.thread = TaskThread(f"roundpipe {name}", self._break, gates.board, warm_up)
         self._home = GradientsHome(name, self.device, gates, steps, self._break, begin_host_work)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
@@ -96,12 +97,12 @@ class Worker:
     def submit(self, step: StepState) -> None:
         """Execute this worker's tasks of a step, after those of the steps before."""
         self._upcoming.append(step)
-        self._thread.submit(self._execute_next)
+        self.thread.submit(self._execute_next)
 
     def withdraw(self, step: StepState) -> None:
         """See to it that a cancelled step is left: its call was interrupted, maybe in `submit`."""
         with contextlib.suppress(ClosedError, RuntimeError, MemoryError):  # the thread may not have started
-            self._thread.submit(self._execute_next)  # in the place of what may be lost
+            self.thread.submit(self._execute_next)  # in the place of what may be lost
             if step in self._upcoming:
                 return
         with self._gates.board.lock:
@@ -124,11 +125,11 @@ class Worker:
 
     @property
     def is_current(self) -> bool:
-        return self._thread.is_current or self._home.is_current
+        return self.thread.is_current or self._home.is_current
 
     def close(self) -> None:
         """End the threads and give memory back, after what is running."""
-        self._thread.close()
+        self.thread.close()
         self._home.close()
         self.arena.free()
 
@@ -170,7 +171,6 @@ class Worker:
             self.meter.begin_step(self._was_idle)
             self.pace.begin_step()
             if self._was_idle and not (self.pace.has_left or self._home.is_bringing):
-                self.backend.warm_up()
                 self.backend.note_others(self.arena.num_bytes + self.arena.residents.twins.gradient_bytes)
             self._make_room(step.spec)
             behind: Task | None = None
@@ -218,7 +218,7 @@ class Worker:
             if step is not None:
                 step.cancel(error)
         with contextlib.suppress(ClosedError):
-            self._thread.submit(self._execute_next)  # in the place of what may be lost
+            self.thread.submit(self._execute_next)  # in the place of what may be lost
 
     def _make_room(self, spec: StepSpec) -> None:
         """Let memory for weights be as large as a step needs.
