@@ -99,6 +99,16 @@ _OF_LABELS = (
 )
 
 
+_LOGS_OF_MEAN = (
+    "Means over samples or targets, sums, and what these are multiplied by or added to are put together for the batch; "
+    "compute anything else from them after the call, or append to a list, which gets the values of all"
+)
+_LOGS_OF_SUM = (
+    "With loss_reduction='mean', means and sums over samples are put together for the batch; or append to a list, "
+    "which gets the values of all"
+)
+
+
 def _nothing() -> None:
     """Of a loss without a graph."""
 
@@ -108,7 +118,7 @@ class LossWarnings:
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_logs = False
         self._looked_at: set[Any] = set()
 
     def look(
@@ -140,19 +150,21 @@ class LossWarnings:
         loss_fn: object,
         weights: Sequence[LossWeights],
         number: int,
-        find_kind: Callable[[], Mixing | Literal["mean"] | None],
+        find_kind: Callable[[], tuple[Mixing | Literal["mean"] | None, list[str]]],
     ) -> None:
         """After a call whose losses, which ``loss_fn`` computes, were added up since nothing else was asked for.
 
         Args:
             number: of its microbatches.
-            find_kind: what the loss is, as far as its graph tells, which each function is asked for once.
+            find_kind: what the loss is, as far as its graph tells, which each function is asked for once, and where it
+                leaves numbers.
         """
         is_own, code = any(each.own is not None for each in weights), code_of(loss_fn)
         if loss_fn is None or self._has_warned or is_own or number == 1 or code in self._looked_at:
             return
         self._looked_at.add(code)
-        kind = find_kind()
+        kind, logged = find_kind()
+        self.look_at_logs(logged, number, "sum")
         text = _ADDED if kind == "mean" else None if kind is None else _OF_LOSS_FN.get(kind)
         if text is not None:
             self._has_warned = True
@@ -188,6 +200,15 @@ class LossWarnings:
             warn(
                 f"loss_reduction='mean' averaged the losses of the {len(labels)} microbatches by their samples, "
                 f"{text.format(ignored=IGNORED)}"
+            )
+
+    def look_at_logs(self, of_last: Sequence[str], number: int, reduction: str) -> None:
+        """After a call that has left some numbers of its last microbatch alone, at places in words."""
+        if of_last and not self._has_warned_of_logs:
+            self._has_warned_of_logs = True
+            way = _LOGS_OF_MEAN if reduction == "mean" else _LOGS_OF_SUM
+            warn(
+                f"{', '.join(of_last)}: what loss_fn leaves there is of the last of {number} microbatches alone. {way}"
             )
 
 

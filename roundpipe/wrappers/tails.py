@@ -31,7 +31,14 @@ from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.fx.passes.codegen import Layer, OutputExit
-from roundpipe.fx.passes.counted_losses import CountedLosses, are_sums, count_losses, mixing_of_losses, numbers_differ
+from roundpipe.fx.passes.counted_losses import (
+    CountedLosses,
+    are_sums,
+    count_losses,
+    mixing_of_losses,
+    numbers_differ,
+    places_of_numbers,
+)
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
@@ -172,6 +179,12 @@ class TailSource:
         known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn, call.kept.moved)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
 
+    def logged(self, calls: Iterable[Call]) -> list[str]:
+        """In words, where the loss leaves a number of each microbatch, as `mixing` is told of it."""
+        each = [own for call in calls for own in _by_chain(call)]
+        traces = [known.traced for known in self._known if any(self._is_for(known, call) for call in each)]
+        return list(dict.fromkeys(words for traced in traces for words in places_of_numbers(traced)))
+
     def _find(self, call: Call) -> tuple[_KnownTail, list[Example]] | None:
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
@@ -273,17 +286,21 @@ class TailSource:
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
 
 
-def kind_of_sum(model: nn.Module, calls: Sequence[Call]) -> Mixing | Literal["mean"] | None:
-    """What a loss is that is added up over microbatches, as far as its graph tells: a mean, or how it mixes samples."""
+def kind_of_sum(model: nn.Module, calls: Sequence[Call]) -> tuple[Mixing | Literal["mean"] | None, list[str]]:
+    """What a loss is that is added up over microbatches, as far as its graph tells: a mean, or how it mixes samples.
+
+    And in words, where it leaves numbers of each microbatch.
+    """
     tails, as_means = TailSource(model, logs=False), [copy.copy(call) for call in calls]
     for call in as_means:
         call.mean = Mean(None, call.total_microbatches)
     counted = [tails.counted(call) for call in as_means]
     forget_worlds()  # of graphs that nobody runs
+    logged = tails.logged(as_means)
     if (mixing := tails.mixing(as_means)) is not None:
-        return None if mixing in ("sum", "differs") else mixing
+        return None if mixing in ("sum", "differs") else mixing, logged
     is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
-    return "mean" if is_mean else None
+    return "mean" if is_mean else None, logged
 
 
 def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:

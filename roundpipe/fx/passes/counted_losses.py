@@ -182,6 +182,13 @@ def _kept_nodes(loss: TracedGraph) -> Iterator[tuple[Node, Any]]:
     return ((node, value_of(node)) for node in map(nodes.__getitem__, names))
 
 
+def places_of_numbers(loss: TracedGraph) -> Iterator[str]:
+    """In words, where a function leaves a number that it computes, be it in a tensor, in the place of another."""
+    scalars = {node.name for node in _kept_scalars(loss)}
+    kept = ((place, output_names(value)) for place, value in loss.kept if not place.is_appended)
+    return (place.words for place, names in kept if not scalars.isdisjoint(names))
+
+
 def _kept_scalars(loss: TracedGraph) -> Iterator[Node]:
     return (node for node, value in _kept_nodes(loss) if isinstance(value, torch.Tensor) and value.numel() == 1)
 

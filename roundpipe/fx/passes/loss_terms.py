@@ -54,6 +54,8 @@ class Combination:
     terms: dict[Node, Term] = field(default_factory=dict)
     between: dict[Node, None] = field(default_factory=dict)
     """The nodes from the terms to the scalar, each behind those that it reads."""
+    has_offset: bool = False
+    """Whether a number is added to terms, as in ``1 - mean``; microbatches make up one if they do for a mean."""
 
     @property
     def counts(self) -> dict[Node, Count]:
@@ -63,6 +65,11 @@ class Combination:
     @property
     def has_mean(self) -> bool:
         return any(term.is_mean for term in self.terms.values())
+
+    @property
+    def weighed_mean(self) -> Node | None:
+        """A mean that must be weighed; None: there is none."""
+        return next((node for node in self.counts if self.terms[node].is_mean), None)
 
 
 def has_same_value(node: Node) -> bool:
@@ -87,7 +94,8 @@ def combination(
         bent: scalars that are known not to be linear; as terms they count by samples.
     """
     found = Combination()
-    if not _TermSearch(traced, arguments, given, sums, bent, found).visit(scalar):
+    is_linear = _TermSearch(traced, arguments, given, sums, bent, found).visit(scalar)
+    if not is_linear or (found.has_offset and found.weighed_mean is None):
         return None
     parts = (*found.terms, *found.between)
     writers = {user for node in parts for user in node.users if node in mutated_by(user)}
@@ -109,6 +117,8 @@ def weigh(
     for node in found.between:
         with traced.graph.inserting_after(node):
             copies[node] = traced.graph.node_copy(node, lambda source: copies.get(source, source))
+        if found.weighed_mean is not None and _name(node) in _SUMS:
+            _weigh_number(traced, copies[node], names[found.weighed_mean])
         if has_effect(node):  # what was made in place is made anew
             copies[node].op, copies[node].target = "call_method", _name(node)
         _describe(copies[node], node)
@@ -125,6 +135,20 @@ def weigh(
     *_, output = traced.graph.nodes
     by_name = {node.name: node for node in traced.graph.nodes}
     output.args = (tuple(by_name[name] for name in traced.returned_names),)
+
+
+def _weigh_number(traced: TracedGraph, added: Node, name: str) -> None:
+    """Have a number that is added to something count for as much as the term of a ``name``."""
+    value, number = value_of(added), next((each for each in added.args if not isinstance(each, Node)), None)
+    if number is None or not isinstance(value, torch.Tensor):
+        return
+    (other,) = (each for each in added.args if isinstance(each, Node))
+    with traced.graph.inserting_before(added):
+        whole = traced.graph.call_function(torch.full_like, (other, number), {"dtype": value.dtype})
+        copy = traced.graph.call_function(weighed, (whole, name))
+    _describe(whole, added)
+    _describe(copy, added)
+    added.args = tuple(each if each is other else copy for each in added.args)
 
 
 def _describe(node: Node, original: Node) -> None:
@@ -159,20 +183,23 @@ class _TermSearch:
     def visit(self, node: Any) -> bool:
         """Whether a value is linear in terms, which are added to those found."""
         if not isinstance(node, Node):
-            return type(node) in (int, float) and node == 0  # `sum` begins with it
+            is_number = type(node) in (int, float)
+            self.found.has_offset |= is_number and node != 0  # with which `sum` begins
+            return is_number
         if node in self.found.terms or node in self.found.between:
             return True
         term = self.given.get(node) or self._term(node) or self._sum(node) or self._quotient(node)
         if term is not None:
             self.found.terms[node] = term
             return True
-        operands, before = self._operands(node), (self.found.terms.copy(), self.found.between.copy())
+        operands, found = self._operands(node), self.found
+        before = found.terms.copy(), found.between.copy(), found.has_offset
         if operands is not None and all(self.visit(operand) for operand in operands):
-            self.found.between[node] = None
+            found.between[node] = None
             return True
         if node in self.bent and (count := self.arguments.samples()) is not None:
-            self.found.terms, self.found.between = before
-            self.found.terms[node] = Term(count, is_mean=True)
+            found.terms, found.between, found.has_offset = before
+            found.terms[node] = Term(count, is_mean=True)
             return True
         return False
 

@@ -38,7 +38,7 @@ from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import flat_values
 from roundpipe.fx.trace.advice import set_at
-from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
+from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Need, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.trace.kept import KeptHolders, KeptOnFakes, NumberOfTensor, find_kept
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
@@ -118,6 +118,10 @@ class Attempt:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(TraceError(words, TraceCause.RANDOM))
             return self._closed_graph(template, kept)
+        except Retry as retry:
+            if recorder.findings.gave_numbers and retry.need is None:
+                raise Retry(need=Need.PLAIN_NUMBERS) from retry
+            raise
         finally:
             recorder.watch.undo_real_writes()
 

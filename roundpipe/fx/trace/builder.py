@@ -39,6 +39,12 @@ from roundpipe.fx.sizes import (
 )
 from roundpipe.fx.trace.progress import advance
 
+DATA_READS = frozenset(
+    "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
+    " __contains__".split()
+)
+"""Names of functions that turn a tensor's data into a Python value."""
+
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
 """The exception to raise for a value that no node makes, given in words, with the tensor if it is one."""

@@ -73,6 +73,9 @@ class Need(enum.Enum):
     SPECIALIZED_SIZES = "take sizes that the inputs' data determine from the example"
     LAYOUTS = "log what makes each tensor, since code asks how one lies in memory"
     PLAIN_LENGTHS = "let len(tensor) give a plain number, since code does with it what only that can do"
+    PLAIN_NUMBERS = (
+        "let item() give a plain number where arguments tell it, since code does with it what only that can do"
+    )
 
 
 @dataclass(eq=False)

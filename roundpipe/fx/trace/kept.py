@@ -61,13 +61,68 @@ class Unreadable:
 
 
 class NumberOfTensor(Unreadable):
-    """What ``item()`` gives for an activation while a loss is traced."""
+    """What ``item()`` gives for an activation while a loss is traced; arithmetic with it is that of tensors."""
 
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]) -> None:
         super().__init__(refuse)
         self.tensor = tensor
+
+    def _computed(self, operator: Callable[..., torch.Tensor], *operands: Any) -> Any:
+        values = [each._as_wide() if isinstance(each, NumberOfTensor) else each for each in operands]
+        if not all(isinstance(each, (torch.Tensor, int, float, *Symbolic)) for each in values):
+            self._refuse()
+        tensor = next((each for each in operands if isinstance(each, torch.Tensor)), None)
+        if tensor is None:
+            return NumberOfTensor(operator(*values), self._refuse)
+        made = operator(*(_widened(each) if each is tensor else each for each in values))
+        return made.to(tensor.dtype) if tensor.is_floating_point() else made  # which a number does not change
+
+    def _as_wide(self) -> torch.Tensor:
+        tensor = _widened(self.tensor.detach())
+        return tensor.long() if tensor.dtype == torch.bool else tensor
+
+    def __neg__(self) -> Any:
+        return self._computed(operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return self._computed(operator.abs, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._computed(operator.pow, self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._computed(operator.pow, other, self)
+
+    def __add__(self, other: Any) -> Any:
+        return self._computed(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._computed(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._computed(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._computed(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._computed(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._computed(operator.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._computed(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._computed(operator.truediv, other, self)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype in which sums and products are about those of Python's numbers."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 KeptHolders = dict[int, KeptHolder]

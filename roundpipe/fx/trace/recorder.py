@@ -49,18 +49,13 @@ from roundpipe.fx.sizes import (
     is_data_dependent,
     tensor_of_sizes,
 )
-from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
+from roundpipe.fx.trace.builder import DATA_READS, ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.draws import known_of_draws
 from roundpipe.fx.trace.kept import NumberOfTensor
 from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
 from roundpipe.fx.trace.probe import probe_function, probe_sizes
 
-DATA_READS = frozenset(
-    "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
-    " __contains__".split()
-)
-"""Names of functions that turn a tensor's data into a Python value."""
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
@@ -72,6 +67,8 @@ class Findings:
 
     grad_matters: bool
     """Whether the code asks for what only a forward with autograd tells."""
+    gave_numbers: bool = False
+    """Whether ``item()`` gave what only a few things can be done with, though arguments may tell the number."""
     born_in: dict[torch.Tensor, str] = field(default_factory=dict)
     """Tensors made inside leaves, with the leaf's name."""
     probed_nodes: set[Node] = field(default_factory=set)
@@ -104,6 +101,7 @@ class CallRecorder(TorchFunctionMode):
         """Where the code of a leaf asked whether gradients are recorded, if it did."""
         self._specializes_sizes = Need.SPECIALIZED_SIZES in needs
         self._keeps_numbers = keeps_numbers
+        self._keeps_all_numbers = keeps_numbers and Need.PLAIN_NUMBERS not in needs
         self._raised = (0, "")
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
@@ -166,12 +164,15 @@ class CallRecorder(TorchFunctionMode):
         """What glue gets from a function of torch's, which is recorded if it computes something."""
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
-            answer = self.data.answer(func, args, kwargs)
+            is_kept = name == "item" and self._keeps_numbers and args[0] in self.builder.node_of
+            is_deferred = is_kept and self._keeps_all_numbers
+            self.findings.gave_numbers |= is_deferred
+            answer = UNKNOWN if is_deferred else self.data.answer(func, args, kwargs)
             if answer is UNKNOWN and name == "__bool__" and not args[0].dim():
                 answer = known_of_draws(self.builder.node_of.get(args[0]))
             if answer is not UNKNOWN:
                 return answer
-            if name == "item" and self._keeps_numbers and args[0] in self.builder.node_of:
+            if is_kept:
                 return NumberOfTensor(args[0], self._refuse_number)
         if func in AUTOGRAD:
             words = f"{name} runs autograd inside the forward, which a first run does without"

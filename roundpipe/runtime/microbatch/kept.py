@@ -35,14 +35,18 @@ class KeptOfCall:
         """
         self._values[microbatch] = places, values
 
-    def put(self, num_ranks: int = 1) -> None:
+    def put(self, num_ranks: int = 1) -> list[str]:
         """Leave all of it, on the host and without a graph.
 
         Args:
             num_ranks: that have parts of the batch, of which the means are weighed in all.
+
+        Returns:
+            In words, the places that have a number of the last microbatch alone, where others had other numbers.
         """
         if not self._values:
-            return
+            return []
+        of_last: dict[str, None] = {}
         each = [self._values[microbatch] for microbatch in sorted(self._values)]
         places, _ = each[-1]
         of_one_form = [values for own, values in each if len(own) == len(places)]
@@ -54,9 +58,12 @@ class KeptOfCall:
                     place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)), self.moved)
                 continue
             for place, values in run:
-                leaves = zip(*map(trees.leaves, values), strict=True)
+                leaves = [*zip(*map(trees.leaves, values), strict=True)]
                 merged = [_plain(column, num_ranks) for column in leaves]
                 place.put(trees.rebuild(values[-1], merged), self.moved)
+                if any(map(_is_of_last, leaves)):
+                    of_last[place.words] = None
+        return list(of_last)
 
 
 def _is_of_each(column: tuple[Kept, list[Any]]) -> bool:
@@ -67,6 +74,17 @@ def _is_of_each(column: tuple[Kept, list[Any]]) -> bool:
 
 def _is_added(leaf: Any) -> bool:
     return isinstance(leaf, KeptLeaf) and leaf.is_added
+
+
+def _is_of_last(leaves: Sequence[Any]) -> bool:
+    """Whether microbatches have given other numbers for one place, which do not make up one."""
+    if any(not isinstance(leaf, KeptLeaf) or _is_added(leaf) for leaf in leaves):
+        return False
+    values = [leaf.value for leaf in leaves]
+    if any(not isinstance(value, int | float) and value.numel() != 1 for value in values):
+        return False
+    first, *others = (value.item() if isinstance(value, torch.Tensor) else value for value in values)
+    return any(other != first and (other == other or first == first) for other in others)  # all may be nan
 
 
 def _plain(leaves: Sequence[Any], num_ranks: int) -> Any:
