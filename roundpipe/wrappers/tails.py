@@ -229,7 +229,8 @@ class TailSource:
             mixing = _mixing(traced, call, examples)
             counted = count_losses(traced, call.chain.own_losses, whole, rowless)
             if counted is None and mixing is None:
-                mixing = "sum" if are_sums(traced, whole, rowless) else self._numbers(call, examples)
+                is_sum = are_sums(traced, call.chain.own_losses, whole, rowless)
+                mixing = "sum" if is_sum else self._numbers(call, examples)
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing

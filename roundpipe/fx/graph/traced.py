@@ -98,6 +98,8 @@ class TracedGraph:
     """Of a loss function."""
     added: frozenset[str] = frozenset()
     """Names of values that are kept, and of which those of microbatches add up to that of the batch."""
+    read_numbers: frozenset[float] = frozenset()
+    """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides."""
     example_elements: int = 0
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)

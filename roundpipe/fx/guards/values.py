@@ -259,6 +259,12 @@ class ValueProgram:
         """Whether a batch decides something for its pieces."""
         return bool(self._of_decisions[0])
 
+    @property
+    def numbers(self) -> frozenset[float]:
+        """Those that data give, of each piece of a batch its own."""
+        answers = [read.expected for read in self._of_data[0]]
+        return frozenset(each for each in answers if isinstance(each, int | float) and not isinstance(each, bool))
+
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
         needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]

@@ -129,14 +129,19 @@ def numbers_differ(
     return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes) is False
 
 
-def are_sums(loss: TracedGraph, whole: Collection[trees.Path] = (), rowless: Rowless = _NONE) -> bool:
+def are_sums(
+    loss: TracedGraph,
+    own: Collection[OwnLoss],
+    whole: Collection[trees.Path] = (),
+    rowless: Rowless = _NONE,
+) -> bool:
     """Whether the losses of a `LossCall` are sums over samples, up to factors, which nothing divides by their number.
 
-    ``whole``, ``rowless``: see `count_losses`.
+    ``own``, ``whole``, ``rowless``: see `count_losses`.
     """
-    of_label = _of_label(loss, rowless)
+    of_label, given = _of_label(loss, rowless), {node: _term_of(each) for node, each in _own_by_node(loss, own).items()}
     nodes, sums = _scalars(loss, loss.output) or (), _sums(loss, whole, rowless)
-    found = [combination(loss, node, of_label, sums=sums) for node in nodes]
+    found = [combination(loss, node, of_label, given, sums) for node in nodes]
     return bool(found) and all(
         each is not None and not each.has_mean and any(term.count is None for term in each.terms.values())
         for each in found

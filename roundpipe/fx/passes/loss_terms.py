@@ -224,12 +224,16 @@ class _TermSearch:
     def _is_factor(self, value: Any) -> bool:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
-            return isinstance(value, int | float)
+            return isinstance(value, int | float) and not self._is_read(value)
         *_, source = sources(value)  # losses of transformers move a scalar argument to their device
         if not isinstance(found := value_of(source), torch.Tensor):
             return False
         is_argument = source.op == "placeholder" and not found.ndim and self.arguments.has(source)
         return is_argument or self.arguments.is_alike(value)
+
+    def _is_read(self, number: float) -> bool:
+        """Whether a number, or one over it, is what data of the arguments gave, so that microbatches have others."""
+        return bool(number) and not self.traced.read_numbers.isdisjoint((number, -number, 1 / number, -1 / number))
 
     def _term(self, node: Node) -> Term | None:
         module = self.traced.attribute(str(node.target)) if node.op == "call_module" else None

@@ -1,8 +1,8 @@
 """What a model's own scalar outputs are, as its graph shows: a sum over the batch, or means, and of how many targets.
 
-A loss that the forward returns is a linear combination of `cross_entropy` or the like, as a rule. Then the graph tells
-what each microbatch counts for in each of its terms, before it runs. A sum adds up, and a loss with one mean is weighed
-as a whole; in the graph of any other the terms are weighed before they are added up.
+A loss that the forward returns is a linear combination of `cross_entropy` or the like as a rule, or of sums over
+samples. Then the graph tells what each microbatch counts for in each of its terms, before it runs. A sum adds up, and a
+loss with one mean is weighed as a whole; in the graph of any other the terms are weighed before they are added up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
+from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 
 
 def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLoss, ...]:
@@ -29,13 +30,14 @@ def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLos
 
     Terms that are ``bent``, no linear functions of sums over samples, count by samples.
     """
-    form, arguments = CallForm(traced.model), ArgumentValues(traced)
+    form, outputs = CallForm(traced.model), list(_scalar_outputs(traced))
+    combinations = _combinations(traced, [node for _, node in outputs], bent)
     found: list[OwnLoss] = []
     names: dict[Node, dict[Node, str]] = {}
     """By node of a loss and of a term of it."""
     with_terms: dict[Node, Combination] = {}
-    for path, node in _scalar_outputs(traced):
-        if (parts := combination(traced, node, arguments, bent=bent)) is None:
+    for path, node in outputs:
+        if (parts := combinations[node]) is None:
             continue
         if node not in names:
             names[node] = {term: f"output{trees.path_string(path)} {i}" for i, term in enumerate(parts.counts)}
@@ -46,6 +48,26 @@ def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLos
     for node, parts in with_terms.items():
         weigh(traced, node, parts, names[node])
     return tuple(found)
+
+
+def _combinations(
+    traced: TracedGraph, nodes: Collection[Node], bent: Collection[Node]
+) -> dict[Node, Combination | None]:
+    """Scalars as linear combinations; None: they are not known to be one.
+
+    The graph runs once more, on fakes, if what its losses are called doesn't tell.
+    """
+    arguments, sums = ArgumentValues(traced), dict[Node, SampleSum]()
+    found = {node: combination(traced, node, arguments, bent=bent) for node in nodes}
+    unknown = [node for node, parts in found.items() if parts is None and node not in bent]
+    if unknown and (samples := arguments_of_samples(traced)):
+        sums = sample_sums(traced, samples, [node for node in traced.placeholders if node.name in traced.uncut])
+    for node in unknown if sums else ():
+        parts = combination(traced, node, arguments, bent=bent, sums=sums)
+        # what a sum is divided by, other than its number, only the whole batch tells
+        is_told = parts is not None and all(term.divisor is None for term in parts.terms.values())
+        found[node] = parts if is_told else None
+    return found
 
 
 def own_mixing(traced: TracedGraph, bent: Collection[Node] = ()) -> dict[trees.Path, Mixing]:

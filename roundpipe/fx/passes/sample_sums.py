@@ -1,4 +1,4 @@
-"""The scalars of a loss function's graph that are sums or means over all samples, or all tokens, of what each has.
+"""The scalars of a loss function's or a model's graph that are sums or means over samples or tokens, of what each has.
 
 Such a sum adds up over microbatches, whatever the function does to each row. What one sample has may be flattened
 with the samples, and a mean over it all is one over samples if each has as much. The graph runs on fakes in which sizes
@@ -52,8 +52,8 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
     """The nodes that are one.
 
     Args:
-        loss: the graph of a `LossCall`.
-        outputs: its arguments that the model has made of the samples.
+        loss: the graph, of a `LossCall` or a model.
+        outputs: its arguments of the samples, such as what the model has made of them.
         whole: its arguments that each microbatch has as a whole.
     """
     tensors = {node: value for node in loss.placeholders if isinstance(value := value_of(node), torch.Tensor)}

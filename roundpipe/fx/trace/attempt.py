@@ -152,6 +152,7 @@ class Attempt:
         traced = builder.traced
         graph = traced.graph
         values = ValueProgram(traced, self.recorder.data.reader.reads)
+        traced.read_numbers = values.numbers
         for name, read in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
                 words = f"the forward takes a decision on buffer {name}, which it also changes"

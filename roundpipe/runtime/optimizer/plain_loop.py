@@ -117,8 +117,11 @@ class PlainSteps(ABC):
         if self._loop not in ("steps", "unknown") or self._ranks is not None or self._closed:
             return
         is_edited = self._is_settled and not all(pair.is_shown for pair in self._pairs)
-        is_due = is_edited or (self._loop == "steps" and self._has_new_gradients)
+        is_first = self._loop == "unknown" and self._has_new_gradients and not self._pairs.with_copies()
+        is_due = is_edited or is_first or (self._loop == "steps" and self._has_new_gradients)
         if is_due and self.is_callers and not self.is_calling and not self._runner.is_inside:
+            if is_first:
+                self._pairs.trainable()  # makes them, so that they get gradients that have come before
             self.synchronize()
 
     def before_plain_clipping(self, parameters: frozenset[int]) -> None:
