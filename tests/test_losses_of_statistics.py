@@ -79,8 +79,14 @@ def test_a_function_of_means_that_the_model_gives_is_told_of(num_microbatch: int
 ADDED: dict[str, tuple[Loss, str]] = {
     "cross entropy": (
         lambda out, y: F.cross_entropy(out[0], y),
-        "each is a mean: loss and gradients are about 3",
+        "each is a mean, or made of means: these and their gradients are 3 times",
     ),
+    "two means": (lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[0].square().mean(), "made of means"),
+    "a mean and a sum": (lambda out, y: F.cross_entropy(out[0], y) + 1e-3 * out[0].abs().sum(), "made of means"),
+    "an offset": (lambda out, y: 1 - F.cosine_similarity(out[0], out[0].detach() + 1).mean(), "made of means"),
+    "a sign": (lambda out, y: -out[0].log_softmax(-1)[:, 0].mean(), "made of means"),
+    "a factor": (lambda out, y: 2 * F.cross_entropy(out[0], y), "made of means"),
+    "divided by another number": (lambda out, y: F.cross_entropy(out[0], y) / 4, "made of means"),
     "in float32": (lambda out, y: F.cross_entropy(out[0].float(), y), "each is a mean"),
     "over a mask": (
         lambda out, y: (F.cross_entropy(out[0], y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
@@ -106,6 +112,7 @@ def test_losses_that_should_not_be_added_up_are_told_of_once(name: str) -> None:
 SUMS: dict[str, tuple[Loss, dict[str, str]]] = {
     "sum": (lambda out, y: F.cross_entropy(out[0], y, reduction="sum"), {}),
     "divided as it is told to": (lambda out, y: F.cross_entropy(out[0], y) / 3, {}),
+    "multiplied as it is told to": (lambda out, y: (F.cross_entropy(out[0], y) + out[0].mean()) * (1 / 3), {}),
     "asked for": (lambda out, y: F.cross_entropy(out[0], y), {"loss_reduction": "sum"}),
 }
 

@@ -85,8 +85,8 @@ _OF_LOSS_FN: dict[Verdict | Mixing, str] = {
 }
 """By what autograd's graph shows of a loss that ``loss_fn`` computes."""
 _ADDED = (
-    "but each is a mean: loss and gradients are about {number} times those of the whole batch. loss_reduction='mean' "
-    "makes one mean of them, loss_reduction='sum' says that the sum is meant"
+    "but each is a mean, or made of means: these and their gradients are {number} times those of the whole batch. "
+    "loss_reduction='mean' makes one mean of them, loss_reduction='sum' says that the sum is meant"
 )
 _OF_NUMBERS = (
     "but with random outputs the losses of two of them do not make up that of both together: loss and gradients differ "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,8 +110,12 @@ class CountedLoss(NamedTuple):
     """See `CountedLosses`."""
     divisors: dict[str, Divisor]
     """See `CountedLosses`."""
-    is_mean: bool
+    factors: tuple[float | None, ...]
     """See `CountedLosses`."""
+
+    def may_be_divided(self, number: int) -> bool:
+        """Whether the code may divide means by a number of microbatches."""
+        return any(factor is None or math.isclose(factor * number, 1.0, rel_tol=1e-6) for factor in self.factors)
 
 
 class _OtherGraphs(TraceError):
@@ -170,7 +175,7 @@ class TailSource:
         counts = [{name: checked_weight(n) for name, n in counted.counts(*each).items()} for each in microbatches]
         divisors = counted.divisors
         function = found[0].tail.for_call(call.kept.note, call.first_microbatch).loss
-        return [CountedLoss(own, function, counted.is_one_mean, divisors, counted.is_mean) for own in counts]
+        return [CountedLoss(own, function, counted.is_one_mean, divisors, counted.factors) for own in counts]
 
     def mixing(self, calls: Iterable[Call]) -> Mixing | None:
         """How the loss mixes samples, as far as its graph tells, in calls that were asked for what is `counted`."""
@@ -300,7 +305,8 @@ def kind_of_sum(model: nn.Module, calls: Sequence[Call]) -> tuple[Mixing | Liter
     logged = tails.logged(as_means)
     if (mixing := tails.mixing(as_means)) is not None:
         return None if mixing in ("sum", "differs") else mixing, logged
-    is_mean = all(own is not None and all(each.is_mean for each in own) for own in counted)
+    number = calls[0].total_microbatches
+    is_mean = all(own is not None and not any(each.may_be_divided(number) for each in own) for own in counted)
     return "mean" if is_mean else None, logged
 
 

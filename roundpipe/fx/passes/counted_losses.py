@@ -21,7 +21,7 @@ from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph, ou
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, is_in_proportion
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
 from roundpipe.fx.passes.loss_state import has_state
-from roundpipe.fx.passes.loss_terms import Combination, Term, combination, has_same_value, weigh
+from roundpipe.fx.passes.loss_terms import Combination, Term, combination, factors_of, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of, worst
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
@@ -41,8 +41,8 @@ class CountedLosses:
     """By name, those that the function's graph weighs; they count from the model's arguments and the label."""
     is_one_mean: bool
     """Whether there is one loss, and it is a mean of one kind of targets, up to a factor."""
-    is_mean: bool = False
-    """Whether it is that mean, without a factor."""
+    factors: tuple[float | None, ...] = ()
+    """What means are multiplied by; None: no number of the code's."""
 
     def counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> dict[str, float]:
         """Of one microbatch, by name of a term."""
@@ -176,8 +176,8 @@ def _by_terms(
     loss.added |= {node.name for node in _kept_sizes(loss, whole)}
     is_one_mean = len(parts) == len(terms) == 1 and not weighed_before
     is_one_mean = is_one_mean and all(term.divisor is None for term in weighed.values())
-    is_mean = is_one_mean and all(has_same_value(node) for each in parts.values() for node in each.between)
-    return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean, is_mean)
+    factors = tuple(factor for each in parts.values() for node in each.between for factor in factors_of(node))
+    return CountedLosses(tuple(weighed_before.values()), weighed, is_one_mean, factors)
 
 
 def _kept_nodes(loss: TracedGraph) -> Iterator[tuple[Node, Any]]:

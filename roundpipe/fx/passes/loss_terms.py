@@ -72,9 +72,12 @@ class Combination:
         return next((node for node in self.counts if self.terms[node].is_mean), None)
 
 
-def has_same_value(node: Node) -> bool:
-    """Whether a node between a term and the scalar only gives on what it reads."""
-    return called_name(node) in _COPIES
+def factors_of(node: Node) -> Iterator[float | None]:
+    """What a node between a term and the scalar multiplies it by, if it does; None: no number of the code's."""
+    name = _name(node)
+    if name in (*_PRODUCTS, *_QUOTIENTS):
+        number = next((each for each in node.args if isinstance(each, int | float)), None)
+        yield 1 / number if number and name in _QUOTIENTS else number
 
 
 def combination(
