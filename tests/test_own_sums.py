@@ -171,3 +171,34 @@ def test_a_sum_of_the_models_own_in_a_mean_is_told() -> None:
     with roundpipe.compile(Autoencoder(), devices=["cpu"] * 2) as piped:
         with pytest.warns(UserWarning, match="loss_fn gives sums, which nothing divides"):
             piped.forward_backward((x, noise), loss_fn=of_sums, loss_reduction="mean")
+
+
+SEEN = []
+
+
+class Remembers(nn.Module):
+    """A leaf that leaves what it sees outside of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x)
+        return self.linear(x)
+
+
+def test_what_code_leaves_while_a_graph_is_looked_at_is_taken_back() -> None:
+    class Model(Autoencoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Remembers()  # type: ignore[assignment]
+
+    torch.manual_seed(0)
+    x, noise = torch.randn(NUMBER, 6), torch.randn(NUMBER, 2)
+    SEEN.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what it remembers
+        with roundpipe.compile(Model(), devices=["cpu"] * 2) as piped:
+            piped.forward_backward((x, noise), label=x, loss_fn=of_parts, loss_reduction="mean")
+    assert all(type(seen) is Tensor for seen in SEEN)

@@ -19,7 +19,10 @@ import sympy
 import torch
 from torch.fx import Node
 
+from roundpipe.core.module_tree import modules_in
+from roundpipe.core.random_state import preserved_random_state
 from roundpipe.core.tiling import Rows
+from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import code_at_other_sizes, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
@@ -82,7 +85,8 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
 def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
     mode = static_mode()
-    with code_at_other_sizes(), mode, torch.no_grad():
+    inside = modules_in(loss.model)
+    with code_at_other_sizes(), mode, torch.no_grad(), preserved_random_state(), python_restored(inside):
         arguments = {node: torch.empty(shape, dtype=dtype) for node, (shape, dtype) in forms.items()}
         leading: Rows = tuple((axis, axis + 1) for axis in range(num_axes))
         tensors = [arguments[node] for node in with_rows]
