@@ -103,8 +103,9 @@ class Session:
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
         options, board = (optim_dtype, widens_half, shard_optimizer), self.gates.board
-        group = process_group
-        self.ranks = None if group is None else Ranks(group, model, name, options, board, shard_optimizer)
+        self.ranks = None
+        if process_group is not None:
+            self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates, has_attention=has_attention(model))
         inventory = self.inventory = kept(model)
@@ -130,8 +131,7 @@ class Session:
         self.gradient_counts = GradientCounts()
         """Of tensors of the host that losses reach."""
         self.closed = False
-        self._is_released = False
-        self._noted_hooks = False
+        self._is_released = self._noted_hooks = False
         self._streamed: StreamedModel | None = None
         """For the model's own code on a device, until the next call of a layer."""
         self._is_streaming = False

@@ -69,19 +69,27 @@ class NumberOfTensor(Unreadable):
         super().__init__(refuse)
         self.tensor = tensor
 
-    def _computed(self, operator: Callable[..., torch.Tensor], *operands: Any) -> Any:
+    def _computed(self, function: Callable[..., torch.Tensor], *operands: Any) -> Any:
         values = [each._as_wide() if isinstance(each, NumberOfTensor) else each for each in operands]
         if not all(isinstance(each, (torch.Tensor, int, float, *Symbolic)) for each in values):
             self._refuse()
         tensor = next((each for each in operands if isinstance(each, torch.Tensor)), None)
         if tensor is None:
-            return NumberOfTensor(operator(*values), self._refuse)
-        made = operator(*(_widened(each) if each is tensor else each for each in values))
+            return NumberOfTensor(function(*values), self._refuse)
+        made = function(*(_widened(each) if each is tensor else each for each in values))
         return made.to(tensor.dtype) if tensor.is_floating_point() else made  # which a number does not change
 
     def _as_wide(self) -> torch.Tensor:
         tensor = _widened(self.tensor.detach())
         return tensor.long() if tensor.dtype == torch.bool else tensor
+
+    @staticmethod
+    def _both_ways(function: Callable[..., torch.Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Methods that compute something with the number on the left, and on the right."""
+        return (
+            lambda number, other: number._computed(function, number, other),
+            lambda number, other: number._computed(function, other, number),
+        )
 
     def __neg__(self) -> Any:
         return self._computed(operator.neg, self)
@@ -89,35 +97,11 @@ class NumberOfTensor(Unreadable):
     def __abs__(self) -> Any:
         return self._computed(operator.abs, self)
 
-    def __pow__(self, other: Any) -> Any:
-        return self._computed(operator.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return self._computed(operator.pow, other, self)
-
-    def __add__(self, other: Any) -> Any:
-        return self._computed(operator.add, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._computed(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._computed(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._computed(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._computed(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._computed(operator.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._computed(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._computed(operator.truediv, other, self)
+    __add__, __radd__ = _both_ways(operator.add)
+    __sub__, __rsub__ = _both_ways(operator.sub)
+    __mul__, __rmul__ = _both_ways(operator.mul)
+    __truediv__, __rtruediv__ = _both_ways(operator.truediv)
+    __pow__, __rpow__ = _both_ways(operator.pow)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

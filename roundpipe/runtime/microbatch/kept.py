@@ -55,10 +55,10 @@ class KeptOfCall:
             if is_of_each:  # as the function does: all of a microbatch before any of the next
                 rows = zip(*([(place, value) for value in values] for place, values in run), strict=True)
                 for place, value in itertools.chain.from_iterable(rows):
-                    place.put(trees.map_leaves(value, lambda leaf: _plain([leaf], 1)), self.moved)
+                    place.put(trees.map_leaves(value, lambda leaf: _plain([_on_host(leaf)], 1)), self.moved)
                 continue
             for place, values in run:
-                leaves = [*zip(*map(trees.leaves, values), strict=True)]
+                leaves = [[*map(_on_host, column)] for column in zip(*map(trees.leaves, values), strict=True)]
                 merged = [_plain(column, num_ranks) for column in leaves]
                 place.put(trees.rebuild(values[-1], merged), self.moved)
                 if any(map(_is_of_last, leaves)):
@@ -76,6 +76,13 @@ def _is_added(leaf: Any) -> bool:
     return isinstance(leaf, KeptLeaf) and leaf.is_added
 
 
+def _on_host(leaf: Any) -> Any:
+    """The same without a graph."""
+    if not isinstance(leaf, KeptLeaf) or not isinstance(leaf.value, torch.Tensor):
+        return leaf
+    return KeptLeaf(leaf.value.detach().cpu(), is_number=leaf.is_number, is_added=leaf.is_added)
+
+
 def _is_of_last(leaves: Sequence[Any]) -> bool:
     """Whether microbatches have given other numbers for one place, which do not make up one."""
     if any(not isinstance(leaf, KeptLeaf) or _is_added(leaf) for leaf in leaves):
@@ -88,12 +95,11 @@ def _is_of_last(leaves: Sequence[Any]) -> bool:
 
 
 def _plain(leaves: Sequence[Any], num_ranks: int) -> Any:
-    """What is left of those that microbatches give for one place."""
+    """What is left of those that microbatches give for one place, which are on the host."""
     last = leaves[-1]
     if not isinstance(last, KeptLeaf):
         return last
-    values = [leaf.value.detach().cpu() if isinstance(leaf.value, torch.Tensor) else leaf.value for leaf in leaves]
-    value = values[-1]
+    value = last.value
     if all(map(_is_added, leaves)) and len(leaves) > 1:
-        value = functools.reduce(operator.add, values) * num_ranks
+        value = functools.reduce(operator.add, [leaf.value for leaf in leaves]) * num_ranks
     return value.item() if last.is_number else value
