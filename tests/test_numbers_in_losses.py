@@ -194,7 +194,9 @@ def test_numbers_of_the_last_microbatch_are_named(reduction: str | None) -> None
         return loss
 
     net = model()
-    with pytest.warns(UserWarning, match=r"\['perplexity'\], .*\['square'\]: what .* last of 3 microbatches") as caught:
+    with pytest.warns(
+        UserWarning, match=r"\['perplexity'\], .*\['square'\]: loss_fn left .* last of 3 microbatches"
+    ) as caught:
         train(loss_fn, net=net, loss_reduction=reduction)
     (warning,) = caught
     assert "two" not in str(warning.message) and "rows" not in str(warning.message)

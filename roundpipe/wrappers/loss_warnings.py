@@ -100,8 +100,8 @@ _OF_LABELS = (
 
 
 _LOGS_OF_MEAN = (
-    "Means over samples or targets, sums, and what these are multiplied by or added to are put together for the batch; "
-    "compute anything else from them after the call, or append to a list, which gets the values of all"
+    "Means over samples or targets, sums, and arithmetic with numbers on them are put together for the batch; compute "
+    "anything else from them after the call, or append to a list, which gets the values of all"
 )
 _LOGS_OF_SUM = (
     "With loss_reduction='mean', means and sums over samples are put together for the batch; or append to a list, "
@@ -207,9 +207,8 @@ class LossWarnings:
         if of_last and not self._has_warned_of_logs:
             self._has_warned_of_logs = True
             way = _LOGS_OF_MEAN if reduction == "mean" else _LOGS_OF_SUM
-            warn(
-                f"{', '.join(of_last)}: what loss_fn leaves there is of the last of {number} microbatches alone. {way}"
-            )
+            where = ", ".join(of_last)
+            warn(f"{where}: loss_fn left the value of the last of {number} microbatches, not that of the batch. {way}")
 
 
 IGNORED = -100
