@@ -76,6 +76,7 @@ class Example(NamedTuple):
     """One microbatch behind the last layer but one; what the model computes is without data."""
 
     carry: Carry
+    """Without what has other sizes for other data."""
     outputs: Any
     label: Any
 
@@ -343,7 +344,7 @@ def _examples(call: Call) -> list[Example] | None:
         return None
     carries = [exit.forms.examples(args, kwargs) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
     pairs = zip(carries, call.labels, strict=True)
-    examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry is not None]
+    examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry.keys() >= set(exit.reads)]
     return examples if len(examples) == len(carries) else None
 
 

@@ -68,10 +68,8 @@ class ValueForms:
         symbols = sorted(expression.free_symbols, key=str)
         return size_function(expression, symbols) if all(str(each) in self._places for each in symbols) else None
 
-    def examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry | None:
-        """Tensors without data, on the meta device, and numbers, by name; None if the arguments don't tell of all."""
-        if None in self._forms.values():
-            return None
+    def examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
+        """Tensors without data, on the meta device, and numbers, by name: those that the arguments tell of."""
         arguments = self._call_form.normalise(args, kwargs)
         places = self._places.items()
         sizes = {symbol: _layout(trees.get(arguments, path))[position] for symbol, (path, position) in places}
@@ -86,7 +84,7 @@ class ValueForms:
             tensor = torch.empty_strided(shape, strides, dtype=form.dtype, device="meta")
             return tensor.requires_grad_() if form.requires_grad else tensor
 
-        return {name: example(form) for name, form in self._forms.items()}
+        return {name: example(form) for name, form in self._forms.items() if form is not None}
 
 
 def _layout(value: Any) -> tuple[Any, ...]:

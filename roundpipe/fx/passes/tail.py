@@ -89,7 +89,9 @@ class JoinedTail:
         return {name: trees.get(label, labels[name]) if name in labels else carry[name] for name in self._reads}
 
     def add_tiles(self, layer: nn.Module, carry: Carry, label: Any) -> None:
-        """Let it run in tiles on values of these sizes; those of the carry may be without data."""
+        """Let it run in tiles on values of these sizes; those of the carry may be without data, and some be missing."""
+        if not carry.keys() >= set(self._reads) - self._labels.keys():
+            return
         values = self.values(carry, label)
         key = sizes_key(values.values())
         if key not in self._programs:
