@@ -188,3 +188,24 @@ def test_under_autocast_gradients_are_eagers_to_the_bit_wherever_stages_begin(wr
         piped.synchronize()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(parameter.grad, expected.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_dtype_may_change_while_there_are_gradients(dtype: torch.dtype) -> None:
+    """As in plain PyTorch, they are converted with the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        pipe(torch.randn(9, 6)).square().sum().backward()
+        optimizer.step()
+        before = [copied.grad.clone() for copied in pipe.optim_parameters() if copied.grad is not None]
+        model.to(dtype)
+        pipe.synchronize()
+        after = [copied.grad for copied in pipe.optim_parameters() if copied.grad is not None]
+        assert len(before) == len(after) == 4
+        for gradient, other in zip(after, before, strict=True):
+            torch.testing.assert_close(gradient.to(dtype), other.to(dtype))
+        pipe.zero_grad()
+        pipe(torch.randn(9, 6, dtype=dtype)).square().sum().backward()
+        assert all(parameter.grad is not None and parameter.grad.dtype == dtype for parameter in model.parameters())

@@ -366,7 +366,7 @@ class ParameterPair:
         is_written = gradient is of_copy and shown is not of_copy and shown._version != version
         if given is None:
             gradient = None
-        elif given is not shown or is_written:
+        elif given is not shown or is_written or gradient is not None and gradient.dtype != self.copy.dtype:
             with Together() as together:
                 gradient = self._converted(given, together)
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
