@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn import functional
 
 import roundpipe
@@ -44,7 +45,6 @@ class OddOutputs(nn.Module):
         ("usage", "has no dimension for the samples"),
         ("weight", "has no dimension for the samples"),
         ("scores", "has the samples in dimensions 0 and 1"),
-        ("views", "has the samples in dimension 1"),
     ],
 )
 @pytest.mark.parametrize("way", ["forward", "training"])
@@ -86,7 +86,7 @@ def test_a_list_with_one_output_for_each_sample_is_warned_of():
 
 
 def test_outputs_with_rows_are_not_warned_of():
-    model = OddOutputs("rows", "flat", "made", "twice").to(DTYPE)
+    model = OddOutputs("rows", "flat", "made", "twice", "views").to(DTYPE)
     with roundpipe.compile(model, devices=DEVICES) as piped, warnings.catch_warnings():
         warnings.simplefilter("error")
         for length in (12, 5, 5, 8):  # as long as there are features, too
@@ -94,6 +94,45 @@ def test_outputs_with_rows_are_not_warned_of():
             outputs = piped(x)
             for name, expected in model(x).items():
                 torch.testing.assert_close(outputs[name], expected)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 6, num_layers=2, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x, state=None):
+        y, state = self.lstm(x, state)
+        return self.head(y), state
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_state_is_that_of_the_batch_and_can_be_given_again(splits):
+    """Its samples are in dimension 1; split along it, or not, when a batch runs in one piece."""
+    torch.manual_seed(0)
+    model = Recurrent().to(DTYPE)
+    eager = copy.deepcopy(model)
+    at_one = (TensorChunkSpec(1), TensorChunkSpec(1))
+    options = None
+    if splits:
+        first = TensorChunkSpec(0)
+        options = RoundPipeRunConfig(3, split_input=((first, at_one), None), merge_output=(first, at_one))
+    with roundpipe.compile(model, devices=DEVICES) as piped, warnings.catch_warnings():
+        warnings.simplefilter("error" if splits else "ignore")
+        state = expected_state = None
+        for step in range(3):
+            x = torch.randn(9, 5, 8, dtype=DTYPE)
+            given = (x,) if step == 0 else (x, state)
+            out, state = piped(*given, roundpipe_run_config=options if step else None)
+            expected, expected_state = eager(x, expected_state)
+            state, expected_state = [[each.detach() for each in pair] for pair in (state, expected_state)]
+            state, expected_state = tuple(state), tuple(expected_state)
+            out.square().mean().backward()
+            expected.square().mean().backward()
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(state, expected_state)
+        for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
 
 
 class Counts(nn.Module):

@@ -321,10 +321,10 @@ class LayerChain(nn.Sequential):
         """Tensors among the outputs that have rows of all samples several times over: rows per sample each time."""
         self.takes_samples_as_time = ""
         """The module, in words, for which a batch must stay in one piece; empty if there is none."""
-        self.mixes_samples = ""
-        """Where the forward mixes the samples of a batch, in words; empty if nothing shows that it does."""
-        self.mixing: Mapping[Path, Mixing] = {}
-        """Where the outputs have scalars that mix samples, and how."""
+        self.mixes_samples, self.changed_buffer = "", ""
+        """Where the forward mixes the samples of a batch, in words, and a buffer that it changes; empty: nowhere."""
+        self.output_dims: Mapping[Path, int] = {}  # see `dims_of_samples`
+        self.mixing: Mapping[Path, Mixing] = {}  # where the outputs have scalars that mix samples, and how
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""
 

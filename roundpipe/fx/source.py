@@ -33,7 +33,9 @@ from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.passes.own_losses import has_unknown_scalars
 from roundpipe.fx.sizes import forget_worlds
+from roundpipe.fx.trace.decisions import Need
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
@@ -81,6 +83,8 @@ class TracedSource:
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
+        self._needs: frozenset[Need] = frozenset()
+        """What every trace is known to need."""
         self._noted_written = self._noted_compiled = False
         self._others: dict[LowerOptions, TracedSource] = {options: self}
         """All that cut the model know each other."""
@@ -242,23 +246,16 @@ class TracedSource:
         why: object = "for the first time",
         batch: Arguments | None = None,
     ) -> LayerChain:
-        began_s, kind = time.perf_counter(), type(self._model).__name__
-        self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         try:
             with interrupts_held(), garbage_kept():
-                with torch.enable_grad():
-                    traced = self._graph_for(args, kwargs, batch)
-                if not records_gradients and traced.guards.grad_matters:
-                    traced = self._graph_for(args, kwargs, batch)  # its code asked
-                traced_s = time.perf_counter() - began_s
-                logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
-                guards = traced.guards
-                chain = lower(traced, self._options, [layer for _, first in self._traces[-1:] for layer in first]).chain
-            chain.made_in_s = {"trace": traced_s, "cut": time.perf_counter() - began_s - traced_s}
-            logger.info("measured %s on fakes and cut it in %.2f s", kind, chain.made_in_s["cut"])
+                traced, chain = self._lowered(args, kwargs, why, batch)
+                if batch is not None and _is_piece((args, kwargs), batch) and _mixes_numbers(traced, chain):
+                    self._needs |= {Need.OWN_NUMBERS}
+                    traced, chain = self._lowered(args, kwargs, Need.OWN_NUMBERS.value, batch)
         finally:
             forget_worlds()
+        guards = traced.guards
         if guards.not_kept and self._failed_modes:
             changes = ", ".join(guards.not_kept)
             raise TraceError(f"it changes {changes}, which its own Python may read in the other mode")
@@ -270,6 +267,24 @@ class TracedSource:
         self._traces.insert(0, (traced, chain))
         del self._traces[MAX_TRACES:]
         return chain
+
+    def _lowered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: object, batch: Arguments | None
+    ) -> tuple[GuardedGraph, LayerChain]:
+        """A graph and its layers, with seconds in the log."""
+        began_s, kind = time.perf_counter(), type(self._model).__name__
+        self.trace_count += 1
+        records_gradients = torch.is_grad_enabled()
+        with torch.enable_grad():
+            traced = self._graph_for(args, kwargs, batch)
+        if not records_gradients and traced.guards.grad_matters:
+            traced = self._graph_for(args, kwargs, batch)  # its code asked
+        traced_s = time.perf_counter() - began_s
+        logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
+        chain = lower(traced, self._options, [layer for _, first in self._traces[-1:] for layer in first]).chain
+        chain.made_in_s = {"trace": traced_s, "cut": time.perf_counter() - began_s - traced_s}
+        logger.info("measured %s on fakes and cut it in %.2f s", kind, chain.made_in_s["cut"])
+        return traced, chain
 
     def _note_written(self, arguments: list[str]) -> None:
         """Warns, once, of what would be seen outside of a forward in eager mode."""
@@ -300,11 +315,19 @@ class TracedSource:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
         reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
-            traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch)
+            traced = trace(
+                self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch, needs=self._needs
+            )
         traced.guards.restrict(reads)
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
             return self._graph_for(args, kwargs, None)  # it does not serve the whole, so a piece decides by itself
         return traced
+
+
+def _mixes_numbers(traced: GuardedGraph, chain: LayerChain) -> bool:
+    """Whether numbers of a whole batch meet what a piece of it sums up or averages, which is as much smaller."""
+    mixes = chain.mixes_samples or has_unknown_scalars(traced, chain.own_losses)
+    return bool(mixes) and traced.guards.values.computes_with_batch
 
 
 def _is_piece(arguments: Arguments, batch: Arguments) -> bool:

@@ -152,6 +152,7 @@ class Explanation:
             "odd_outputs": {f"output{trees.path_string(path)}": why for path, why in self.chain.odd_outputs.items()},
             "takes_samples_as_time": self.chain.takes_samples_as_time,
             "mixes_samples": self.chain.mixes_samples,
+            "changed_buffer": self.chain.changed_buffer,
         }
 
     def _memory_sections(self) -> Iterator[str]:
@@ -161,12 +162,15 @@ class Explanation:
     def _sample_sections(self) -> Iterator[str]:
         assert self.chain is not None
         lines = [
-            f"output{trees.path_string(path)} {why}: see merge_output" for path, why in self.chain.odd_outputs.items()
+            f"output{trees.path_string(path)} {why}" + ("" if path in self.chain.output_dims else ": see merge_output")
+            for path, why in self.chain.odd_outputs.items()
         ]
         if who := self.chain.takes_samples_as_time:
             lines.insert(0, f"{who} takes dimension 0 as time: a batch runs as one microbatch, see split_input")
         if where := self.chain.mixes_samples:
             yield _section("Where the samples of a batch are mixed", [f"{where}: it runs as one microbatch by default"])
+        elif buffer := self.chain.changed_buffer:
+            yield _section("What each microbatch changes, and not the batch as a whole", [f"the buffer {buffer}"])
         if lines:
             yield _section("Where the samples of a batch are not in dimension 0", lines)
 

@@ -22,7 +22,7 @@ MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
-_Subject = Literal["lists", "mixing", "rows", "scalars"]
+_Subject = Literal["buffers", "lists", "mixing", "rows", "scalars"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
@@ -100,6 +100,13 @@ class BatchWarnings:
                 "batch_first=True",
             )
         elif not chain.mixes_samples:
+            if buffer := chain.changed_buffer:
+                self._warn_once(
+                    "buffers",
+                    f"its forward changes the buffer {buffer}, and does so for each microbatch, as plain PyTorch does "
+                    "where it accumulates gradients: the buffer ends with another value than after one batch. With "
+                    "num_microbatch=1 it does not",
+                )
             return config
         else:
             self._warn_of_mixing(config, chain.mixes_samples)

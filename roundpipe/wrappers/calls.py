@@ -35,7 +35,7 @@ from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.microbatch.merge import OutputBlocks, merge
+from roundpipe.runtime.microbatch.merge import OutputLayout, merge
 from roundpipe.runtime.microbatch.split import Split, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
@@ -103,9 +103,9 @@ class ChainRunner(Runner):
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        chain = calls[0].chain
-        self._batch_warnings.look(outputs, config, scalars.keys() - chain.mixing.keys(), chain.odd_outputs)
-        return merge(outputs, config, scalars=scalars, blocks=_blocks_of(calls))
+        layout, mixing = _layout_of(calls), calls[0].chain.mixing
+        self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd)
+        return merge(outputs, config, scalars=scalars, layout=layout)
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
@@ -162,14 +162,15 @@ class ChainRunner(Runner):
             gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
+        layout = _layout_of(calls)
         if training.return_outputs:
-            self._batch_warnings.look(outputs, config, odd=calls[0].chain.odd_outputs, has_loss=True)
+            self._batch_warnings.look(outputs, config, odd=layout.odd, has_loss=True)
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
             merged = None
             if training.return_outputs:
-                merged = merge(outputs, config, scalars=weighed_outputs(calls), blocks=_blocks_of(calls))
+                merged = merge(outputs, config, scalars=weighed_outputs(calls), layout=layout)
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
@@ -364,10 +365,11 @@ def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost]
         return measure_memory(chain, args, kwargs, loss, device, tiles)
 
 
-def _blocks_of(calls: Sequence[Call]) -> OutputBlocks:
-    """How the outputs are put together that consist of several blocks."""
-    samples = [number for call in calls for number in samples_of(call)]
-    return OutputBlocks(calls[0].chain.output_blocks if samples else {}, samples)
+def _layout_of(calls: Sequence[Call]) -> OutputLayout:
+    """How outputs are put together whose samples are not in dimension 0, or not side by side."""
+    samples, chain = [number for call in calls for number in samples_of(call)], calls[0].chain
+    odd = {path: why for path, why in chain.odd_outputs.items() if not samples or path not in chain.output_dims}
+    return OutputLayout(chain.output_blocks, samples, chain.output_dims, odd) if samples else OutputLayout(odd=odd)
 
 
 def _add_tiles(call: Call) -> None:

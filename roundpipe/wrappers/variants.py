@@ -99,9 +99,11 @@ class JointChain(LayerChain):
         self.mixing = {path: kind for chain in chains for path, kind in chain.mixing.items()}
         self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
         self.mixes_samples = next((each for chain in chains if (each := chain.mixes_samples)), "")
+        self.changed_buffer = next((each for chain in chains if (each := chain.changed_buffer)), "")
         self.without_samples = {path: each for chain in chains for path, each in chain.without_samples.items()}
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
         self.output_blocks = {path: each for chain in chains for path, each in chain.output_blocks.items()}
+        self.output_dims = {path: dim for chain in chains for path, dim in chain.output_dims.items()}
 
     def calls(self, call: Call) -> dict[int, Call]:
         """By number of a chain, a call of those microbatches that run by it; one without a number runs by the first."""

@@ -305,6 +305,13 @@ def test_buffers_that_a_batch_reads_and_changes_are_found(make: Callable[[Any], 
         assert where(make(run)) == ""
 
 
+@pytest.mark.parametrize("make", [Keeping, in_a_leaf])
+def test_buffers_that_a_batch_only_changes_are_found(make: Callable[[Any], nn.Module]) -> None:
+    for run, name in ((only_kept, "centre"), (normed, "")):
+        traced = trace(make(run), (torch.randn(6, WIDTH),), {})
+        assert dependence_of_samples(traced).changed_buffer.rpartition(".")[2] == name
+
+
 BLOCKS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], tuple[int, ...]]] = {
     "two views": (lambda model, x: model.core(torch.cat([x, x + 1])), (1, 1)),
     "three, and three again": (lambda model, x: torch.cat([model.core(torch.cat([x] * 3))] * 2), (1,) * 6),

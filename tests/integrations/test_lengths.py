@@ -123,7 +123,7 @@ def test_a_run_with_evaluation_makes_two_traces(
 
 
 def test_a_batch_decides_for_its_pieces() -> None:
-    """A piece goes the way of its whole batch; where that can't be known it goes its own."""
+    """A piece goes the way of its whole batch, with its numbers; where that can't be known it goes its own."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -140,7 +140,7 @@ def test_a_batch_decides_for_its_pieces() -> None:
     kwargs = [{"x": x[rows], "mask": mask[rows]} for rows in (slice(0, 1), slice(1, 4))]
     batch = (), {"x": x, "mask": mask}
     one = {"x": x[:1], "mask": mask[:1, :3]}  # no graph takes both
-    expected = [(model.linear(each["x"]) * each["mask"] * each["mask"].sum()).sum() for each in kwargs]
+    expected = [(model.linear(each["x"]) * each["mask"] * mask.sum()).sum() for each in kwargs]
     with roundpipe.compile(model, devices=["cpu"]) as pipe:
         for batches in ([batch, batch], [batch, ((), one)]):
             losses: list[float] = []

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,8 +98,9 @@ class TracedGraph:
     """Of a loss function."""
     added: frozenset[str] = frozenset()
     """Names of values that are kept, and of which those of microbatches add up to that of the batch."""
-    read_numbers: frozenset[float] = frozenset()
-    """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides."""
+    read_numbers: Mapping[float, str] = field(default_factory=dict)
+    """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides. And where,
+    if they are made of all samples, else empty."""
     example_elements: int = 0
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)

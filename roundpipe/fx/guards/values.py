@@ -8,13 +8,15 @@ Invariant: a value read while tracing is one that `ValueProgram` reads again.
 
 Of a microbatch that is a piece of a batch, decisions are asked of the whole batch, if that is known: they are those of
 eager mode. What gives True or False is one, and so is the largest or smallest of some numbers, such as the length of
-the longest sample. Whether there are any of something is not: a piece that has none would average over nothing. Nor
-is whether there are as many of something as code expects, such as places for images: a piece has to have its own.
+the longest sample, and a number with a fraction, which is no size. Whether there are any of something is not: a piece
+that has none would average over nothing. Nor is whether there are as many of something as code expects, such as places
+for images: a piece has to have its own. What an integer is, what code does with it tells (`NumberOfPiece`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -37,12 +39,14 @@ from roundpipe.fx.graph.nodes import (
     value_of,
 )
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.guards.piece_numbers import NumberOfPiece
 from roundpipe.fx.sizes import expression_of
 
 _EXTREMES = frozenset("max amax min amin".split())
 _CASTS = frozenset("to bool int long float double cpu squeeze".split())
 _MORE, _COUNTS = frozenset("gt ne".split()), frozenset("sum count_nonzero".split())
 """Ways to ask whether there are any."""
+_PICKS = frozenset("select unbind narrow split chunk tensor_split take gather index_select".split())
 _EQUALITIES = frozenset("eq ne".split())
 _OF_ONE_ANSWER = _CASTS | frozenset("all is_all_true logical_not".split())
 _OF_ONE_COUNT = _CASTS | frozenset("mul div floordiv add sub".split())
@@ -66,6 +70,10 @@ class ValueRead:
     """Where the model's code asked."""
     module: str = ""
     """Qualified name of the module whose code it was; the root is ``""``."""
+    is_of_batch: bool = False
+    """Whether a whole batch gives the answer for its pieces."""
+    may_be_of_batch: bool = False
+    """Whether nobody knows which of both: there was no batch, or the answers were equal."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -135,12 +143,14 @@ class ValueReader:
         traced: what is recorded so far.
         arguments: the example, real.
         batch: those of the batch that the example is a piece of; None: it is no piece.
+        takes_numbers: whether the batch gives numbers, too, with which code computes.
     """
 
-    def __init__(self, traced: TracedGraph, arguments: Any, batch: Any = None) -> None:
+    def __init__(self, traced: TracedGraph, arguments: Any, batch: Any = None, *, takes_numbers: bool = True) -> None:
         self._traced = traced
         self._arguments = arguments
         self._batch = batch
+        self._takes_numbers = takes_numbers
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
@@ -166,29 +176,46 @@ class ValueReader:
 
     def value(self, node: Node) -> Any:
         """The node's value for the example."""
-        return self._answer(ValueRead(lambda value: value, (node,), {}, self._last()))
+        read = ValueRead(lambda value: value, (node,), {}, self._last())
+        return self._answer(read, self._needed_for(read))
 
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str, module: str) -> Any:
         """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none."""
         read = ValueRead(function, args, kwargs, self._last(), location=location, module=module)
         if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
             return UNKNOWN
+        needed, whole = self._needed_for(read), UNKNOWN
         try:
-            answer = self._answer(read)
+            answer = self._answer(read, needed)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
-        if self._batch is not None and _is_decision(read, answer) and _reads_data(read, self._needed_for(read)):
+        takes = self._takes_numbers and type(answer) in (int, float) and not any(map(_picks, needed))
+        may_be_size = type(answer) is int
+        # what others give than item() must be a plain number
+        may_be_either = takes and may_be_size and getattr(function, "__name__", "") == "item"
+        is_of_batch = _is_decision(read, answer) or takes and not may_be_size
+        if self._batch is not None and (is_of_batch or may_be_either) and _reads_data(read, needed):
             with contextlib.suppress(Exception):  # a graph that serves no batch decides by pieces
-                answer = self._answer(read, self._batch)
-        self.reads.append(replace(read, expected=trees.map_tensors(answer, _shape)))
-        return answer
+                whole = self._answer(read, needed, self._batch)
+        if is_of_batch and whole is not UNKNOWN:
+            answer = whole
+        read = replace(read, expected=trees.map_tensors(answer, _shape), is_of_batch=is_of_batch)
+        if is_of_batch or type(whole) is not int or whole == answer:
+            self.reads.append(replace(read, may_be_of_batch=may_be_either and not is_of_batch))
+            return answer
+        self.reads.append(read)
+        return NumberOfPiece(answer, whole, functools.partial(self._note_whole, read, whole))
+
+    def _note_whole(self, read: ValueRead, number: int) -> None:
+        read = replace(read, expected=number, is_of_batch=True)
+        if read not in self.reads:
+            self.reads.append(read)
 
     def _last(self) -> Node:
         return next(iter(reversed(self._traced.graph.nodes)))
 
-    def _answer(self, read: ValueRead, arguments: Any = None) -> Any:
-        run = _HostRun(self._traced, arguments or self._arguments)
-        return run.answers(self._needed_for(read), [read])[0]
+    def _answer(self, read: ValueRead, needed: list[Node], arguments: Any = None) -> Any:
+        return _HostRun(self._traced, arguments or self._arguments).answers(needed, [read])[0]
 
     def _needed_for(self, read: ValueRead) -> list[Node]:
         return _needed_for_reads(list(self._traced.graph.nodes), [read])
@@ -211,19 +238,20 @@ class ValueProgram:
         seen: list[tuple[Any, ...]] = []
         for read in reads:
             args, kwargs = torch.fx.node.map_arg((read.args, read.kwargs), copies.__getitem__)
-            key = (read.function, args, kwargs)
+            key = (read.function, args, kwargs, read.is_of_batch)
             if key not in seen:
                 seen.append(key)
                 self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
         order = list(own.nodes)
         self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
         data = [read for read, nodes in zip(self.reads, self._needed_by, strict=True) if _reads_data(read, nodes)]
-        self._of_sizes, self._of_decisions, self._of_data = (
+        self._of_sizes, self._of_batch, self._of_data, self._of_both = (
             (part, _needed_for_reads(order, part))
             for part in (
                 [read for read in self.reads if read not in data],
-                [read for read in data if _is_decision(read, read.expected)],
-                [read for read in data if not _is_decision(read, read.expected)],
+                [read for read in data if read.is_of_batch],
+                [read for read in data if not read.is_of_batch],
+                [read for read in data if read.may_be_of_batch],
             )
         )
         self.buffers: dict[str, ValueRead] = {}
@@ -239,7 +267,9 @@ class ValueProgram:
 
     def data_failure(self, arguments: Any, batch: Any = None) -> tuple[ValueRead, Any] | None:
         """The same of the others; ``batch`` as for `ValueReader`."""
-        by_batch = self._first_failure(*self._of_decisions, batch or arguments)
+        by_batch = self._first_failure(*self._of_batch, batch or arguments)
+        if by_batch is None and batch is not None:
+            by_batch = self._first_failure(*self._of_both, batch)
         return by_batch or self._first_failure(*self._of_data, arguments)
 
     def _first_failure(self, reads: list[ValueRead], nodes: list[Node], arguments: Any) -> tuple[ValueRead, Any] | None:
@@ -257,13 +287,30 @@ class ValueProgram:
     @property
     def decides(self) -> bool:
         """Whether a batch decides something for its pieces."""
-        return bool(self._of_decisions[0])
+        return bool(self._of_batch[0] or self._of_both[0])
 
     @property
-    def numbers(self) -> frozenset[float]:
-        """Those that data give, of each piece of a batch its own."""
-        answers = [read.expected for read in self._of_data[0]]
-        return frozenset(each for each in answers if isinstance(each, int | float) and not isinstance(each, bool))
+    def computes_with_batch(self) -> bool:
+        """Whether a batch gives numbers, other than decisions, with which code computes."""
+        return any(not _is_decision(read, read.expected) for read in self._of_batch[0])
+
+    @property
+    def numbers(self) -> dict[float, str]:
+        """Those that data give, of each piece of a batch its own, and what code makes of a list of them as a rule.
+
+        And where they are read, if they are made of all samples, else empty.
+        """
+        found: dict[float, str] = {}
+        lists: dict[str, list[float]] = {}
+        for read, nodes in zip(self.reads, self._needed_by, strict=True):
+            if type(read.expected) in (int, float) and not read.is_of_batch and _reads_data(read, nodes):
+                is_of_all = not read.may_be_of_batch and not any(map(_picks, nodes))
+                found[read.expected] = read.location if is_of_all else ""
+                lists.setdefault(read.location, []).append(read.expected)  # of a list, each is read by itself
+        for place, numbers in lists.items():
+            if len(numbers) > 1:
+                found |= dict.fromkeys((sum(numbers), sum(numbers) / len(numbers)), place)
+        return found
 
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
@@ -280,6 +327,16 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
         and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
         for node in nodes
     )
+
+
+def _picks(node: Node) -> bool:
+    """Whether a node takes some of several samples, which are others in a piece of the batch, with a list of them."""
+    if (name := called_name(node)) != "getitem":
+        return name in _PICKS
+    source, index = node.args
+    first = index[0] if isinstance(index, tuple) and index else index
+    keeps_all = isinstance(first, Node) or first is Ellipsis or first == slice(None)
+    return isinstance(source, Node) and isinstance(value_of(source), torch.Tensor) and not keeps_all
 
 
 def _is_decision(read: ValueRead, answer: Any) -> bool:

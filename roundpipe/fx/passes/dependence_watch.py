@@ -180,6 +180,11 @@ class DependenceWatch(TorchDispatchMode):
             return f"the buffer {states[0]}, which the forward reads, changes with each batch"
         return ""
 
+    @property
+    def changed_buffer(self) -> str:
+        """See `SampleDependence`."""
+        return next(iter(sorted(self._written - self._torchs)), "")
+
     def blocks(self, output: torch.Tensor) -> Blocks:
         """How the rows of an output are ordered along its first dimension."""
         blocks = self.known(output).blocks

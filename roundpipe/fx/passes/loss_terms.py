@@ -23,6 +23,7 @@ from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, value_of
 from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
+from roundpipe.fx.passes.read_numbers import is_read
 from roundpipe.fx.passes.row_losses import RowLoss, reduction_of_ctc
 from roundpipe.fx.passes.sample_sums import SampleSum
 
@@ -227,16 +228,12 @@ class _TermSearch:
     def _is_factor(self, value: Any) -> bool:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
-            return isinstance(value, int | float) and not self._is_read(value)
+            return isinstance(value, int | float) and not is_read(self.traced, value)
         *_, source = sources(value)  # losses of transformers move a scalar argument to their device
         if not isinstance(found := value_of(source), torch.Tensor):
             return False
         is_argument = source.op == "placeholder" and not found.ndim and self.arguments.has(source)
         return is_argument or self.arguments.is_alike(value)
-
-    def _is_read(self, number: float) -> bool:
-        """Whether a number, or one over it, is what data of the arguments gave, so that microbatches have others."""
-        return bool(number) and not self.traced.read_numbers.isdisjoint((number, -number, 1 / number, -1 / number))
 
     def _term(self, node: Node) -> Term | None:
         module = self.traced.attribute(str(node.target)) if node.op == "call_module" else None

@@ -20,8 +20,10 @@ from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, m
 from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
+from roundpipe.fx.passes.read_numbers import where_sums_are_read
 from roundpipe.fx.passes.sample_dependence import dependence_of_samples
 from roundpipe.fx.passes.sample_dimensions import (
+    dims_of_samples,
     lacks_samples,
     outputs_without_rows,
     outputs_without_samples,
@@ -98,9 +100,11 @@ def lower(
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
         chain.own_losses, chain.mixing = losses, mixing
-        chain.mixes_samples = dependence.where or lacks_samples(traced)
+        chain.mixes_samples = dependence.where or lacks_samples(traced) or where_sums_are_read(traced)
+        chain.changed_buffer = dependence.changed_buffer
         single = dict.fromkeys(dependence.single, "is of one sample alone")
         chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
+        chain.output_dims = dims_of_samples(traced)
         chain.without_samples = outputs_without_samples(traced)
         chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

@@ -70,6 +70,11 @@ def _combinations(
     return found
 
 
+def has_unknown_scalars(traced: TracedGraph, known: Collection[OwnLoss]) -> bool:
+    """Whether there are scalar outputs beside those of which the graph tells what they are."""
+    return not {path for path, _ in _scalar_outputs(traced)} <= {loss.path for loss in known}
+
+
 def own_mixing(traced: TracedGraph, bent: Collection[Node] = ()) -> dict[trees.Path, Mixing]:
     """How scalar outputs mix samples, where they do; ``bent`` are those that are known to be no linear function.
 

@@ -68,12 +68,15 @@ class SampleDependence:
     """By place in the outputs, how the rows of a tensor's samples are ordered, where they are not side by side."""
     single: frozenset[trees.Path] = frozenset()
     """Places of outputs that are made of one sample alone, as where a list has one for each."""
+    changed_buffer: str = ""
+    """One, other than torch's own, that the parts of a batch would leave with another value than the batch does."""
 
     def confirmed_by(self, other: SampleDependence) -> SampleDependence:
         """What was found with another number of samples, too."""
         blocks = {path: each for path, each in self.blocks.items() if other.blocks.get(path) == each}
         where = self.where if other.where == self.where else ""
-        return SampleDependence(where, self.bent & other.bent, blocks, self.single & other.single)
+        buffer = self.changed_buffer if other.changed_buffer == self.changed_buffer else ""
+        return SampleDependence(where, self.bent & other.bent, blocks, self.single & other.single, buffer)
 
 
 def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
@@ -205,7 +208,8 @@ class _DependenceRun(GraphInterpreter):
         tensors = {path: value for path, value in places.items() if isinstance(value, torch.Tensor)}
         blocks = {path: self._watch.blocks(tensor) for path, tensor in tensors.items()}
         single = frozenset(path for path, tensor in tensors.items() if self._watch.sample_of(tensor) is not None)
-        return SampleDependence(where, frozenset(bent), {path: each for path, each in blocks.items() if each}, single)
+        blocks = {path: each for path, each in blocks.items() if each}
+        return SampleDependence(where, frozenset(bent), blocks, single, self._watch.changed_buffer)
 
     def where_in_code(self) -> str:
         """What the model's own code shows, which runs in place of the graph."""

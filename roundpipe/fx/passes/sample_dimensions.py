@@ -27,6 +27,21 @@ def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     return found
 
 
+def dims_of_samples(traced: TracedGraph) -> dict[Path, int]:
+    """By place in the outputs, which dimension of a tensor is that of the samples, where it is another than the first.
+
+    Such as of a state ``[layers, samples, features]``.
+    """
+    batch = _batch_symbols(traced)
+    found: dict[Path, int] = {}
+    for path, node in traced.output_places.items() if batch else ():
+        if isinstance(value := value_of(node), torch.Tensor):
+            grows = [position for position, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
+            if len(grows) == 1 and grows[0] and expression_of(value.shape[grows[0]]) in batch:
+                found[path] = grows[0]
+    return found
+
+
 def outputs_without_samples(traced: TracedGraph) -> dict[Path, bool]:
     """Places of outputs with dimensions, none of which is for samples, and whether they are made of these.
 

@@ -34,6 +34,7 @@ from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_value
+from roundpipe.fx.guards.piece_numbers import NumberOfPiece
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import flat_values
@@ -134,7 +135,7 @@ class Attempt:
                 nodes.append(self.recorder.builder.tensor_argument(leaf.tensor))
                 return OutputNumber(nodes[-1].name)
             if not flat_values(leaf):
-                return leaf
+                return int(leaf) if isinstance(leaf, NumberOfPiece) else leaf
             if isinstance(leaf, torch.Size):
                 return tuple(map(place, leaf))
             argument = self.recorder.builder.argument(leaf)

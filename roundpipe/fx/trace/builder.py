@@ -25,6 +25,7 @@ from roundpipe.core.attributes import stored_attribute
 from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.guards.piece_numbers import NumberOfPiece
 from roundpipe.fx.guards.values import UNKNOWN, ValueReader
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
@@ -169,6 +170,8 @@ class GraphBuilder:
         if isinstance(value, torch.Generator):
             words = "a torch.Generator is an argument, and each call of the graph would find it further on"
             raise self._untraced(words, None)
+        if type(value) is NumberOfPiece:
+            return int(value)
         if value is None or isinstance(value, trees.ATOMS):
             return value
         return self._object_argument(value)
@@ -270,7 +273,8 @@ class GraphBuilder:
 class ExampleData:
     """What traced code asks about data, answered from the example where inputs and buffers alone determine it.
 
-    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs.
+    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs. ``takes_numbers``: see
+    `ValueReader`.
     """
 
     def __init__(
@@ -279,12 +283,13 @@ class ExampleData:
         builder: GraphBuilder,
         pause: Callable[[], AbstractContextManager[None]],
         module: Callable[[], str],
+        takes_numbers: bool,
     ) -> None:
         self._world = world
         self._builder = builder
         self._pause = pause
         self._module = module
-        self.reader = ValueReader(builder.traced, world.real_arguments, world.batch)
+        self.reader = ValueReader(builder.traced, world.real_arguments, world.batch, takes_numbers=takes_numbers)
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""

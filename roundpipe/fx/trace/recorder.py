@@ -37,6 +37,7 @@ from roundpipe.fx.fakes import (
 )
 from roundpipe.fx.graph.nodes import HOOK_METHODS
 from roundpipe.fx.guards.model_guard import Write
+from roundpipe.fx.guards.piece_numbers import whole_operands
 from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
@@ -106,7 +107,7 @@ class CallRecorder(TorchFunctionMode):
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
-        self.data = ExampleData(world, self.builder, self.pause, lambda: self.module)
+        self.data = ExampleData(world, self.builder, self.pause, lambda: self.module, Need.OWN_NUMBERS not in needs)
 
     def in_glue(self) -> bool:
         """Whether the model's own Python is running, rather than an operator or a leaf."""
@@ -158,7 +159,7 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         safe_point()
         with nobody_watched((*args, *kwargs.values())):
-            return self._called(func, args, kwargs)
+            return self._called(func, whole_operands(func, args), kwargs)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What glue gets from a function of torch's, which is recorded if it computes something."""
@@ -175,8 +176,7 @@ class CallRecorder(TorchFunctionMode):
             if is_kept:
                 return NumberOfTensor(args[0], self._refuse_number)
         if func in AUTOGRAD:
-            words = f"{name} runs autograd inside the forward, which a first run does without"
-            error = TraceError(words, TraceCause.AUTOGRAD)
+            error = TraceError(f"{name} runs autograd in the forward, which a trace does without", TraceCause.AUTOGRAD)
             raise self.give_up(error, is_stateful=True)
         if name == "__set__" and args[0] in self.world.name_of:
             raise self._written_weight(f"{func.__self__.__name__} of a parameter or buffer is set in the forward")

@@ -35,7 +35,7 @@ from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt, OtherSizes
-from roundpipe.fx.trace.decisions import Knowledge, Retry
+from roundpipe.fx.trace.decisions import Knowledge, Need, Retry
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.kept import KeptHolders, are_alike
 
@@ -57,6 +57,7 @@ def trace(
     dynamic: Collection[Dimension] = (),
     is_pure: bool = False,
     batch: Arguments | None = None,
+    needs: Collection[Need] = (),
 ) -> GuardedGraph:
     """The graph that a model's forward records on example arguments.
 
@@ -70,6 +71,7 @@ def trace(
         is_pure: a forward that changes anything in Python is refused, unless it only leaves values that it computes,
             which are `TracedGraph.kept`; it never runs on data.
         batch: the arguments of which the example is a piece, by whose data the model's code decides.
+        needs: what is known to be needed before the first attempt.
 
     Returns:
         The graph, with its guards.
@@ -81,7 +83,7 @@ def trace(
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
     whole = None if batch is None else form.normalise(*batch)
-    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure)
+    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs))
     try:
         with interrupts_held(), TRACING, preserved_random_state():
             return _trace_doubled(model, form, arguments, knowledge, whole)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -154,13 +154,17 @@ for this, and they add up."""
 
 
 @dataclass(frozen=True, slots=True)
-class OutputBlocks:
-    """Tensors among the outputs that have rows of all samples several times over, and so consist of blocks."""
+class OutputLayout:
+    """Tensors among the outputs whose samples are not in dimension 0, or in several blocks of it."""
 
-    rows: Mapping[Path, Sequence[int]]
+    rows: Mapping[Path, Sequence[int]] = field(default_factory=dict)
     """By place in the output, rows per sample of each block. If all have as many, there may be more or fewer blocks."""
-    samples: Sequence[int]
+    samples: Sequence[int] = ()
     """Of each microbatch."""
+    dims: Mapping[Path, int] = field(default_factory=dict)
+    """By place in the output, the dimension of the samples."""
+    odd: Mapping[Path, str] = field(default_factory=dict)
+    """Those that the microbatches' don't make up, and why."""
 
     def reordered(self, values: list[torch.Tensor], path: Path) -> list[torch.Tensor]:
         """The pieces of all microbatches' first blocks, of their second blocks, and so on."""
@@ -172,7 +176,7 @@ class OutputBlocks:
         return [piece for block in zip(*pieces, strict=True) for piece in block]
 
 
-_NO_BLOCKS = OutputBlocks({}, ())
+_PLAIN = OutputLayout()
 
 
 def merge(
@@ -180,13 +184,13 @@ def merge(
     config: ResolvedConfig,
     events: Sequence[Event | None] | None = None,
     scalars: ScalarWeights | None = None,
-    blocks: OutputBlocks = _NO_BLOCKS,
+    layout: OutputLayout = _PLAIN,
 ) -> Any:
     """One output from those of all microbatches, by the config's ``merge_output``.
 
-    What has ``blocks`` is put together block by block. Events, the end of the transfer of each microbatch's output,
-    are waited for, or packed with the values. A `MicrobatchError` if outputs differ where they must agree, or don't
-    have the spec's structure.
+    ``layout`` tells of outputs whose samples are elsewhere than along dimension 0. Events, the end of the transfer of
+    each microbatch's output, are waited for, or packed with the values. A `MicrobatchError` if outputs differ where
+    they must agree, or don't have the spec's structure.
     """
     rule = config.merge_output
     if rule is False:
@@ -194,7 +198,7 @@ def merge(
     wait_for(events or ())
     if rule is True or rule is None:
         is_merged = len(outputs) == 1 and not scalars
-        return outputs[0] if is_merged else merge_value(outputs, None, (), scalars, blocks)
+        return outputs[0] if is_merged else merge_value(outputs, None, (), scalars, layout)
     if is_function(rule):
         with RaisedIn("code on the host, phase merge_output"):
             return rule(outputs)
@@ -206,7 +210,7 @@ def merge_value(
     spec: Any,
     path: Path,
     scalars: ScalarWeights | None = None,
-    blocks: OutputBlocks = _NO_BLOCKS,
+    layout: OutputLayout = _PLAIN,
 ) -> Any:
     """The value of the whole batch from those of the microbatches."""
     first, where = values[0], _output_name(path)
@@ -220,7 +224,9 @@ def merge_value(
         check_leaf_spec(spec, where, _RULES)
         if scalars and path in scalars and spec is None:
             return _combined(values, scalars[path])
-        return _merge_tensors(values if spec is not None else blocks.reordered(values, path), spec, where)
+        if spec is not None:
+            return _merge_tensors(values, spec, where)
+        return _merge_tensors(layout.reordered(values, path), None, where, layout.dims.get(path, 0))
     if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
     below = _children_of_all(values, path)
@@ -233,13 +239,13 @@ def merge_value(
         return first
     specs = spec_children(spec, below, where)
     merged = [
-        merge_value(column, child_spec, (*path, access), scalars, blocks)
+        merge_value(column, child_spec, (*path, access), scalars, layout)
         for (access, column), child_spec in zip(below, specs, strict=True)
     ]
     return trees.with_children(first, merged)
 
 
-def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
+def _merge_tensors(values: list[Any], spec: Any, where: str, dim: int = 0) -> torch.Tensor:
     kinds = [value.ndim if isinstance(value, torch.Tensor) else None for value in values]
     if len(set(kinds)) > 1:
         index = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
@@ -254,14 +260,15 @@ def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
         return first
     if first.ndim == 0 and spec is None:
         return _mean(values)
-    dim = 0 if spec is None else spec.split_dim
     if spec is not None:
+        dim = spec.split_dim
         checked_dim_size(first, spec, where)
     others = {value.select(dim, 0).shape if value.shape[dim] else None for value in values} - {None}
     if len(others) > 1:
         raise MicrobatchError(
             f"{where} can't be concatenated on dim {dim}: the microbatches gave {shape_of(values)}; "
-            "use merge_output to say how it is merged, or merge_output=False to keep the pieces"
+            "use merge_output to say how it is merged, merge_output=False to keep the pieces, or num_microbatch=1. If "
+            "each is padded to its own longest sample, pad to a given length (pad_packed_sequence has total_length)"
         )
     return torch.cat(values, dim)
 
