@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from roundpipe import RoundPipeRunConfig
 from roundpipe.core import trees
-from roundpipe.fx.passes.loss_numbers import MOST_ELEMENTS, calls_make_up_batch, makes_up_batch
+from roundpipe.fx.passes.loss_numbers import MOST_ELEMENTS, made_by_calls, made_by_graph
 from roundpipe.fx.trace.loss import call_loss, trace_loss
 from tests.test_mixed_samples import calls
 
@@ -168,7 +168,7 @@ def tried(loss_fn, *examples):
     def scalars(graph):
         return [node for node in graph.graph.nodes if node.name == graph.output.name]
 
-    return makes_up_batch(trace, scalars, examples, sizes)
+    return made_by_graph(trace, scalars, examples, sizes)
 
 
 def example(number, label=None):
@@ -176,11 +176,23 @@ def example(number, label=None):
 
 
 def test_numbers_tell_means_and_sums_from_other_functions():
-    assert tried(F.mse_loss, example(2), example(3)) is True
-    assert tried(lambda x, y: (x - y).sum(), example(2), example(3)) is True
-    assert tried(lambda x, y: (x - y).norm(), example(2), example(3)) is False
+    assert tried(F.mse_loss, example(2), example(3)) == "mean"
+    assert tried(lambda x, y: (x - y).sum(), example(2), example(3)) == "sum"
+    assert tried(lambda x, y: (x - y).norm(), example(2), example(3)) == "differs"
     shared = torch.ones(4)
-    assert tried(lambda x, y: x.sum(-1).mean() * y.sum(), example(2, shared), example(3, shared)) is True
+    assert tried(lambda x, y: x.sum(-1).mean() * y.sum(), example(2, shared), example(3, shared)) == "mean"
+
+
+def test_all_microbatches_are_tried_unless_they_are_large():
+    """Two make up what they are a part of, and the third does not."""
+
+    def of_three(x, y):
+        return (x - y).square().mean() if len(x) < 3 else (x - y).square().mean() * len(x)
+
+    assert tried(of_three, example(1), example(1)) == "mean"
+    assert tried(of_three, example(1), example(1), example(1)) == "sum"
+    large = example(1, torch.zeros(MOST_ELEMENTS))
+    assert tried(lambda x, y: x.mean() + 0 * y.sum(), *[example(1)] * 2, large) == "mean"
 
 
 def test_what_can_not_be_tried_is_not_told_of():
@@ -203,14 +215,14 @@ def test_a_function_without_a_graph_is_called_and_leaves_what_it_holds_as_it_is(
 
     program = lambda numbers: [call_loss(loss_fn, *numbers)]  # noqa: E731
     before = torch.get_rng_state()
-    assert calls_make_up_batch(program, [example(4), example(5)], [4, 5]) is False
+    assert made_by_calls(program, [example(4), example(5)], [4, 5]) == "differs"
     assert norm.num_batches_tracked == 0 and norm.running_mean.eq(0).all() and not calls_seen
     noisy = lambda numbers: [call_loss(lambda x, y: (x - y + torch.rand(3)).norm(), *numbers)]  # noqa: E731
-    assert calls_make_up_batch(noisy, [example(4), example(5)], [4, 5]) is None
+    assert made_by_calls(noisy, [example(4), example(5)], [4, 5]) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_trial_leaves_what_the_function_holds_as_it_is():
     norm = torch.nn.BatchNorm1d(3)
-    assert tried(lambda x, y: (norm(x) - y).norm(), example(4), example(5)) is False
+    assert tried(lambda x, y: (norm(x) - y).norm(), example(4), example(5)) == "differs"
     assert norm.num_batches_tracked == 0 and norm.running_mean.eq(0).all()

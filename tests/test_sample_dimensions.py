@@ -136,25 +136,41 @@ def test_a_state_is_that_of_the_batch_and_can_be_given_again(splits):
 
 
 class Counts(nn.Module):
-    def __init__(self):
+    def __init__(self, *, has_place=True):
         super().__init__()
-        self.linear = nn.Linear(8, 4)
+        self.linear, self.has_place = nn.Linear(8, 4), has_place
 
     def forward(self, x, y):
         z = self.linear(x)
         right = z.argmax(-1) == y
-        return {"logits": z, "correct": right.sum(), "all_right": right.all()}
+        counts = {"correct": right.sum(), "numbers": [len(x), y.numel() * z.shape[1]], "shape": z.shape}
+        return {"logits": z, "place": z.argmax(), **counts} if self.has_place else {"logits": z, **counts}
 
 
-def test_averaged_counts_and_truth_values_are_warned_of():
+@pytest.mark.parametrize("number", [10, 9])
+def test_counts_and_sizes_of_a_batch_add_up(number):
+    torch.manual_seed(0)
+    x, y = torch.randn(number, 8), torch.randint(4, (number,))
+    model = Counts(has_place=False)
+    expected = model(x, y)
+    with roundpipe.compile(model, devices=DEVICES) as piped, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn = lambda out, _: out["logits"].sum()  # noqa: E731
+        _, training = piped.forward_backward((x, y), loss_fn=loss_fn, return_outputs=True, loss_reduction="sum")
+        for found in (piped(x, y), training):
+            assert found["correct"].dtype == torch.int64 and found["correct"] == expected["correct"]
+            assert found["numbers"] == [number, 4 * number] and tuple(found["shape"]) == (number, 4)
+
+
+def test_averaged_numbers_are_warned_of():
     torch.manual_seed(0)
     x, y = torch.randn(10, 8), torch.randint(4, (10,))
     with roundpipe.compile(Counts(), devices=DEVICES) as piped:
-        with pytest.warns(UserWarning, match=r"output\['correct'\] of Counts is a whole number or a truth value"):
+        with pytest.warns(UserWarning, match=r"output\['place'\] of Counts is a whole number or a truth value"):
             piped(x, y)
     with roundpipe.compile(Counts(), devices=DEVICES) as piped:
         loss_fn = lambda out, _: out["logits"].sum()  # noqa: E731
-        with pytest.warns(UserWarning, match=r"output\['correct'\] of Counts is a whole number or a truth value"):
+        with pytest.warns(UserWarning, match=r"output\['place'\] of Counts is a whole number or a truth value"):
             piped.forward_backward((x, y), loss_fn=loss_fn, return_outputs=True)
 
 

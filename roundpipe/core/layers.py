@@ -315,12 +315,12 @@ class LayerChain(nn.Sequential):
         self.example_size = example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.without_samples: Mapping[Path, bool] = {}  # see `outputs_without_samples`
+        self.output_sums: frozenset[Path] = frozenset()  # see `output_sums`
         self.odd_outputs: Mapping[Path, str] = {}
         """Tensors among the outputs that the pieces of a batch don't make up by concatenation, and why."""
         self.output_blocks: Mapping[Path, tuple[int, ...]] = {}
         """Tensors among the outputs that have rows of all samples several times over: rows per sample each time."""
-        self.takes_samples_as_time = ""
-        """The module, in words, for which a batch must stay in one piece; empty if there is none."""
+        self.takes_samples_as_time = ""  # the module, in words, for which a batch must stay whole; empty: there is none
         self.mixes_samples, self.changed_buffer = "", ""
         """Where the forward mixes the samples of a batch, in words, and a buffer that it changes; empty: nowhere."""
         self.output_dims: Mapping[Path, int] = {}  # see `dims_of_samples`

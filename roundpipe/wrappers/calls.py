@@ -50,7 +50,7 @@ from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 from roundpipe.wrappers.tails import TailSource, kind_of_sum, samples_of
-from roundpipe.wrappers.term_counts import count_loss, count_outputs, weighed_outputs
+from roundpipe.wrappers.term_counts import added_outputs, count_loss, count_outputs
 from roundpipe.wrappers.variants import JointChain, JointChains
 
 
@@ -162,15 +162,15 @@ class ChainRunner(Runner):
             gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
-        layout = _layout_of(calls)
+        layout, scalars = _layout_of(calls), added_outputs(calls) if training.return_outputs else {}
         if training.return_outputs:
-            self._batch_warnings.look(outputs, config, odd=layout.odd, has_loss=True)
+            self._batch_warnings.look(outputs, config, scalars.keys(), layout.odd, has_loss=True)
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
             merged = None
             if training.return_outputs:
-                merged = merge(outputs, config, scalars=weighed_outputs(calls), layout=layout)
+                merged = merge(outputs, config, scalars=scalars, layout=layout)
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)

@@ -89,8 +89,9 @@ _ADDED = (
     "loss_reduction='mean' makes one mean of them, loss_reduction='sum' says that the sum is meant"
 )
 _OF_NUMBERS = (
-    "but with random outputs the losses of two of them do not make up that of both together: loss and gradients differ "
-    "from those of the whole batch. Give loss_scope='batch'"
+    "but with random outputs the losses of microbatches do not make up that of all together: loss and gradients differ "
+    "from those of the whole batch. Give loss_scope='batch'; or give what loss_fn knows of the batch, such as sample "
+    "weights, as label, so that it is cut"
 )
 _OF_LABELS = (
     "and label has other numbers of {ignored} in each, which losses such as cross_entropy ignore. If the loss is a "
@@ -157,7 +158,7 @@ class LossWarnings:
         Args:
             number: of its microbatches.
             find_kind: what the loss is, as far as its graph tells, which each function is asked for once, and where it
-                leaves numbers.
+                leaves numbers. Where the graph doesn't, autograd's may.
         """
         is_own, code = any(each.own is not None for each in weights), code_of(loss_fn)
         if loss_fn is None or self._has_warned or is_own or number == 1 or code in self._looked_at:
@@ -165,6 +166,8 @@ class LossWarnings:
         self._looked_at.add(code)
         kind, logged = find_kind()
         self.look_at_logs(logged, number, "sum")
+        if kind is None and any(term.is_mean(number) for each in weights for term in each.added_terms):
+            kind = "mean"
         text = _ADDED if kind == "mean" else None if kind is None else _OF_LOSS_FN.get(kind)
         if text is not None:
             self._has_warned = True

@@ -36,11 +36,11 @@ from roundpipe.fx.passes.counted_losses import (
     CountedLosses,
     are_sums,
     count_losses,
+    made_by_numbers,
     mixing_of_losses,
-    numbers_differ,
     places_of_numbers,
 )
-from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, calls_make_up_batch, tried_on_numbers
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Made, made_by_calls, tried_on_numbers
 from roundpipe.fx.passes.sample_mixing import worst
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.sizes import forget_worlds
@@ -269,7 +269,7 @@ class TailSource:
         function: Any = call.loss_fn
         with _tracing_modes(), microbatch_count(call.total_microbatches), values_kept(function, self._model):
             trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
-            return "differs" if numbers_differ(trace, arguments, sizes) else None
+            return _unless_mean(made_by_numbers(trace, arguments, sizes))
 
     def _called(self, call: Call, examples: Sequence[Example], cause: TraceCause | None) -> Mixing | None:
         """What numbers tell of such a loss that can't be traced, since it decides by them, say, or has state."""
@@ -284,7 +284,7 @@ class TailSource:
         arguments = [(each.outputs, each.label) for each in examples]
         program: Any = lambda numbers: [call_loss(function, *numbers, model=self._model)]  # noqa: E731
         with microbatch_count(call.total_microbatches):
-            return "differs" if calls_make_up_batch(program, arguments, samples_of(call)) is False else None
+            return _unless_mean(made_by_calls(program, arguments, samples_of(call)))
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
         self._refused[code] = mixing
@@ -346,6 +346,11 @@ def _examples(call: Call) -> list[Example] | None:
     pairs = zip(carries, call.labels, strict=True)
     examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry.keys() >= set(exit.reads)]
     return examples if len(examples) == len(carries) else None
+
+
+def _unless_mean(made: Made | None) -> Mixing | None:
+    """What numbers tell of a mean; of another batch, with other labels, they may tell something else."""
+    return None if made == "mean" else made
 
 
 def _by_chain(call: Call) -> Iterable[Call]:

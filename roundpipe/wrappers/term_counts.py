@@ -19,7 +19,7 @@ from roundpipe.runtime.engine.losses import CountedTerms, JointShares, OwnMean, 
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.merge import ScalarWeights
 from roundpipe.runtime.ranks.turns import CallShare
-from roundpipe.wrappers.tails import CountedLoss, TailSource
+from roundpipe.wrappers.tails import CountedLoss, TailSource, samples_of
 from roundpipe.wrappers.variants import JointChain
 
 Counts = Mapping[str, float]
@@ -31,7 +31,7 @@ def count_outputs(calls: Sequence[Call], config: ResolvedConfig) -> ScalarWeight
     """How scalars among the outputs of microbatches are made one; terms that need it are weighed in the graph."""
     if calls[0].total_microbatches == 1 or config.merge_output not in (True, None):
         return {}
-    scalars: dict[Path, list[float] | float] = {}
+    scalars: dict[Path, list[float] | float] = {**_sums_of(calls)}
     of_terms: list[Counts] = [{}] * calls[0].total_microbatches
     for own, counts in _own_counts(calls):
         is_added = own.has_terms or not own.weights
@@ -81,12 +81,16 @@ def _weigh_terms(calls: Sequence[Call], counted: Sequence[CountedLoss], share: C
         call.counted = CountedTerms([own for own, _ in of_call], functions, total, joint)
 
 
-def weighed_outputs(calls: Sequence[Call]) -> ScalarWeights:
-    """Losses of the model's own that were weighed in a step with a loss, and add up."""
+def _sums_of(calls: Sequence[Call]) -> dict[Path, float]:
+    """Numbers among the outputs that add up, where samples are in dimension 0."""
+    return dict.fromkeys(calls[0].chain.output_sums if all(map(samples_of, calls)) else (), 1.0)
+
+
+def added_outputs(calls: Sequence[Call]) -> ScalarWeights:
+    """Numbers among the outputs of a step with a loss that add up, as losses of the model's own that were weighed."""
     counted = calls[0].counted
-    if counted is None:
-        return {}
-    return dict.fromkeys(_weighed_in(calls, counted.shares[0]), float(counted.num_ranks))
+    weighed = [] if counted is None else _weighed_in(calls, counted.shares[0])
+    return _sums_of(calls) | dict.fromkeys(weighed, 1.0 if counted is None else float(counted.num_ranks))
 
 
 def _weighed_in(calls: Sequence[Call], terms: Collection[str]) -> list[Path]:

@@ -103,6 +103,7 @@ class JointChain(LayerChain):
         self.without_samples = {path: each for chain in chains for path, each in chain.without_samples.items()}
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
         self.output_blocks = {path: each for chain in chains for path, each in chain.output_blocks.items()}
+        self.output_sums = frozenset.intersection(*(chain.output_sums for chain in chains))
         self.output_dims = {path: dim for chain in chains for path, dim in chain.output_dims.items()}
 
     def calls(self, call: Call) -> dict[int, Call]:

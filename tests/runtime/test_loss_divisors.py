@@ -89,19 +89,31 @@ def test_terms(name):
 
 def test_outputs_that_are_leaves_or_scalars_or_not_known():
     leaf = torch.randn(4, requires_grad=True)
-    assert terms_of(leaf.mean(), ends_of(leaf)) == [LossPart(DIVIDED, (4.0,))]
+    assert terms_of(leaf.mean(), ends_of(leaf)) == [LossPart(DIVIDED, (4.0,), num_own=1)]
     scalar = leaf.mean()
-    assert terms_of(scalar / 3, ends_of(scalar)) == [LossPart(UNKNOWN)]
-    assert terms_of(scalar) == [LossPart(DIVIDED, (4.0,))]
+    assert terms_of(scalar / 3, ends_of(scalar)) == [LossPart(UNKNOWN, (3.0,))]
+    assert terms_of(scalar) == [LossPart(DIVIDED, (4.0,), num_own=1)]
     assert terms_of(scalar.sqrt()) == [LossPart(UNKNOWN)], "it may be of weights"
     assert terms_of(scalar.detach()) == [LossPart(UNKNOWN)]
     assert ends_of([leaf.detach(), 3]) == frozenset()
+
+
+def test_means_are_told_from_sums_and_from_what_a_number_of_microbatches_divides():
+    x = torch.randn(4, 6, requires_grad=True)
+    target = torch.tensor([0, 1, -100, 2])
+    means = [x.mean(), x.mean(1).mean(), F.cross_entropy(x, target), 2 * x.square().mean() + x.sum(), x.mean() / 5]
+    for loss in means:
+        assert any(term.is_mean(3) for term in terms_of(loss)), loss
+    for loss in (x.sum(), x.mean(1).sum(), F.cross_entropy(x, target, reduction="sum") / 4, x.mean() / 3, x.norm()):
+        assert not any(term.is_mean(3) for term in terms_of(loss)), loss
 
 
 @pytest.mark.parametrize(
     ("terms", "shares", "expected"),
     [
         ([[LossPart(DIVIDED, (2.0,))], [LossPart(DIVIDED, (4.0,))]], [1 / 3, 2 / 3], "right"),
+        ([[LossPart(UNKNOWN, (2.0,))], [LossPart(UNKNOWN, (4.0,))]], [1 / 2, 1 / 2], "not by samples"),
+        ([[LossPart(UNKNOWN, (2.0,))], [LossPart(UNKNOWN, (2.0,))]], [1 / 3, 2 / 3], "unknown"),
         ([[LossPart(DIVIDED, (2.0,))], [LossPart(DIVIDED, (4.0,))]], [0.5, 0.5], "not by samples"),
         ([[LossPart(DIVIDED, (0.0,))], [LossPart(DIVIDED, (4.0,))]], [0.5, 0.5], "not by samples"),
         ([[LossPart(DIVIDED, (torch.tensor(256.0).half(),))], [LossPart(DIVIDED, (257.0,))]], [0.5, 0.5], "right"),

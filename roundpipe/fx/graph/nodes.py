@@ -94,6 +94,29 @@ def called_name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
+_POSITIONS_OF_DIM = {
+    "select": 1, "narrow": 1, "index_select": 1, "gather": 1, "unbind": 1, "split": 2, "chunk": 2, "tensor_split": 2,
+}  # fmt: skip
+"""Where these have the dimension of which they take a part; the default is the first."""
+
+
+def picks_samples(node: Node) -> bool:
+    """Whether a node takes a part of the first dimension, by its places: in a piece of a batch those have others."""
+    name, args = called_name(node), node.args
+    source = args[0] if args else None
+    value = value_of(source) if isinstance(source, Node) else None
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return False
+    if name == "getitem":
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return not (isinstance(first, Node) or first is None or first is Ellipsis or first == slice(None))
+    position = _POSITIONS_OF_DIM.get(name)
+    if position is None:
+        return name == "take"
+    dim = node.kwargs.get("dim", args[position] if len(args) > position else 0)
+    return not isinstance(dim, int) or dim % value.ndim == 0
+
+
 def producer_of(node: Node) -> Node:
     """The node that computes a value: the node itself, or what an accessor takes a part of."""
     while is_accessor(node):

@@ -35,6 +35,7 @@ from roundpipe.fx.graph.nodes import (
     has_effect,
     mutated_by,
     needed_for,
+    picks_samples,
     storage_key,
     value_of,
 )
@@ -46,7 +47,6 @@ _EXTREMES = frozenset("max amax min amin".split())
 _CASTS = frozenset("to bool int long float double cpu squeeze".split())
 _MORE, _COUNTS = frozenset("gt ne".split()), frozenset("sum count_nonzero".split())
 """Ways to ask whether there are any."""
-_PICKS = frozenset("select unbind narrow split chunk tensor_split take gather index_select".split())
 _EQUALITIES = frozenset("eq ne".split())
 _OF_ONE_ANSWER = _CASTS | frozenset("all is_all_true logical_not".split())
 _OF_ONE_COUNT = _CASTS | frozenset("mul div floordiv add sub".split())
@@ -189,7 +189,7 @@ class ValueReader:
             answer = self._answer(read, needed)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
-        takes = self._takes_numbers and type(answer) in (int, float) and not any(map(_picks, needed))
+        takes = self._takes_numbers and type(answer) in (int, float) and not any(map(picks_samples, needed))
         may_be_size = type(answer) is int
         # what others give than item() must be a plain number
         may_be_either = takes and may_be_size and getattr(function, "__name__", "") == "item"
@@ -304,7 +304,7 @@ class ValueProgram:
         lists: dict[str, list[float]] = {}
         for read, nodes in zip(self.reads, self._needed_by, strict=True):
             if type(read.expected) in (int, float) and not read.is_of_batch and _reads_data(read, nodes):
-                is_of_all = not read.may_be_of_batch and not any(map(_picks, nodes))
+                is_of_all = not read.may_be_of_batch and not any(map(picks_samples, nodes))
                 found[read.expected] = read.location if is_of_all else ""
                 lists.setdefault(read.location, []).append(read.expected)  # of a list, each is read by itself
         for place, numbers in lists.items():
@@ -327,16 +327,6 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
         and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
         for node in nodes
     )
-
-
-def _picks(node: Node) -> bool:
-    """Whether a node takes some of several samples, which are others in a piece of the batch, with a list of them."""
-    if (name := called_name(node)) != "getitem":
-        return name in _PICKS
-    source, index = node.args
-    first = index[0] if isinstance(index, tuple) and index else index
-    keeps_all = isinstance(first, Node) or first is Ellipsis or first == slice(None)
-    return isinstance(source, Node) and isinstance(value_of(source), torch.Tensor) and not keeps_all
 
 
 def _is_decision(read: ValueRead, answer: Any) -> bool:

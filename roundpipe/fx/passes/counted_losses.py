@@ -19,7 +19,7 @@ from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph, output_names
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, is_in_proportion
-from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, makes_up_batch
+from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, Made, made_by_graph
 from roundpipe.fx.passes.loss_state import has_state
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, factors_of, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
@@ -116,17 +116,17 @@ def mixing_of_losses(
     return followed or mixing_of_samples(loss, nodes, with_samples, outputs)
 
 
-def numbers_differ(
+def made_by_numbers(
     trace: Callable[[Arguments], TracedGraph], examples: Sequence[Arguments], sizes: Sequence[int]
-) -> bool:
-    """Whether the losses of microbatches are seen not to make up those of the batch.
+) -> Made | None:
+    """What the losses of a batch are seen to be, given those of its microbatches; None: they can't be tried.
 
     Args:
         trace: gives the graph of a `LossCall` for some arguments.
         examples: what it is called with for each microbatch; outputs have no data.
         sizes: of these, in samples.
     """
-    return makes_up_batch(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes) is False
+    return made_by_graph(trace, lambda loss: _scalars(loss, loss.output) or (), examples, sizes)
 
 
 def are_sums(

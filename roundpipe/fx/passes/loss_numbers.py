@@ -1,5 +1,5 @@
 """Whether the losses of microbatches make up that of the batch, by numbers: a function's graph, or the function itself
-if it has none, is run on two of a call's microbatches, and on both as one.
+if it has none, is run on a call's microbatches, or on two of them if they are large, and on all of these as one.
 
 Labels are the call's own; the model's outputs, which there are none of yet, are drawn. So whatever a function does to a
 batch as a whole shows, if it makes a difference: a norm or a sort over all samples, or the choice of the first of them.
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import isclose, isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
@@ -33,15 +33,17 @@ Arguments = tuple[Any, Any]
 
 Program = Callable[[Arguments], Sequence[float]]
 """Gives the losses of a `LossCall` for outputs and labels with data."""
+Made = Literal["mean", "sum", "differs"]
+"""What the loss of a batch is, given its microbatches': their mean by samples, their sum, or neither of both."""
 
 
-def makes_up_batch(
+def made_by_graph(
     trace: Callable[[Arguments], TracedGraph],
     scalars_of: Callable[[TracedGraph], Sequence[Node]],
     examples: Sequence[Arguments],
     sizes: Sequence[int],
-) -> bool | None:
-    """Whether the mean of microbatches' losses by samples, or their sum, is the loss of all their samples.
+) -> Made | None:
+    """What the loss of all samples is, given those of microbatches.
 
     Args:
         trace: gives the graph of a `LossCall` for some arguments.
@@ -62,7 +64,7 @@ def makes_up_batch(
     return _tried(program_for, examples, sizes)
 
 
-def calls_make_up_batch(program: Program, examples: Sequence[Arguments], sizes: Sequence[int]) -> bool | None:
+def made_by_calls(program: Program, examples: Sequence[Arguments], sizes: Sequence[int]) -> Made | None:
     """The same of a loss that has no graph: ``program`` calls it."""
     return _tried(lambda _: program, examples, sizes)
 
@@ -79,23 +81,27 @@ def tried_on_numbers(test: Callable[[Any, Any], bool], example: Arguments) -> bo
 
 def _tried(
     program_for: Callable[[Arguments], Program], examples: Sequence[Arguments], sizes: Sequence[int]
-) -> bool | None:
+) -> Made | None:
     if len(sizes) < 2:
         return None
-    (first, second), sizes = examples[:2], sizes[:2]
-    answers: list[bool] = []
+    if _num_elements(examples) > MOST_ELEMENTS:
+        examples, sizes = examples[:2], sizes[:2]
+    possible = {"mean", "sum"}
+    num_answers = 0
     generator = torch.Generator().manual_seed(0)
     with suppress(Exception), code_at_other_sizes(), torch.no_grad():
-        _check(first, second)
-        batches = [first, second, _joined([first, second], sizes)]
-        programs = [program_for(arguments) for arguments in batches]
+        _check(*examples)
+        programs = [program_for(arguments) for arguments in (*examples, _joined(examples, sizes))]
         for draw in _DRAWS:
             with suppress(Exception):  # the numbers may be none that it takes
-                pieces = [_with_numbers(arguments, draw, generator) for arguments in batches[:2]]
+                pieces = [_with_numbers(arguments, draw, generator) for arguments in examples]
                 runs = zip(programs, [*pieces, _joined(pieces, sizes)], strict=True)
                 losses = [program(arguments) for program, arguments in runs]
-                answers += [_makes_up(each, total, sizes) for *each, total in zip(*losses, strict=True)]
-    return all(answers) if answers else None
+                for *each, total in zip(*losses, strict=True):
+                    possible &= _possible(each, total, sizes)
+                    num_answers += 1
+    order: tuple[Made, ...] = ("mean", "sum")
+    return next((made for made in order if made in possible), "differs") if num_answers else None
 
 
 def _normal(scale: float) -> Callable[[torch.Size, torch.Generator], torch.Tensor]:
@@ -111,9 +117,12 @@ _DRAWS = (_normal(1.0), _normal(0.1), _normal(10.0), _share)
 
 
 def _check(*examples: Arguments) -> None:
-    number = sum(tensor.numel() for tensor in trees.tensors(examples))
-    if number > MOST_ELEMENTS:
+    if (number := _num_elements(examples)) > MOST_ELEMENTS:
         raise ValueError(f"{number:,} elements take too long")
+
+
+def _num_elements(examples: Sequence[Arguments]) -> int:
+    return sum(tensor.numel() for tensor in trees.tensors(examples))
 
 
 def _with_numbers(arguments: Arguments, draw: Any, generator: torch.Generator) -> Arguments:
@@ -144,12 +153,14 @@ def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first
 
 
-def _makes_up(terms: Sequence[float], total: float, sizes: Sequence[int]) -> bool:
+def _possible(terms: Sequence[float], total: float, sizes: Sequence[int]) -> set[str]:
+    """What the loss of all may be, given those of microbatches."""
     mean = sum(size * term for size, term in zip(sizes, terms, strict=True)) / sum(sizes)
+    made = {"mean": mean, "sum": sum(terms)}
     if not all(map(isfinite, (mean, total))):
-        return True  # nothing is known
+        return {*made}  # nothing is known
     scale = max(map(abs, terms))
-    return any(isclose(total, made, rel_tol=TOLERANCE, abs_tol=TOLERANCE * scale) for made in (mean, sum(terms)))
+    return {kind for kind, each in made.items() if isclose(total, each, rel_tol=TOLERANCE, abs_tol=TOLERANCE * scale)}
 
 
 class _NumberRun(GraphInterpreter):

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.term_shares import weighed
-from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, value_of
+from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, picks_samples, value_of
 from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
 from roundpipe.fx.passes.read_numbers import is_read
@@ -274,6 +274,8 @@ class _TermSearch:
         if loss.reduction == "sum":
             return Term(None, is_mean=False)
         target, ignored = loss.target, loss.arguments.get("ignore_index", -100)
+        if isinstance(target, Node) and _is_of_some(target):
+            return None
         values = [value_of(each) if isinstance(each, Node) else None for each in (loss.arguments["input"], target)]
         scores, value = values
         if not isinstance(scores, torch.Tensor) or not isinstance(value, torch.Tensor) or _compares_samples(scores):
@@ -301,6 +303,19 @@ def _name(node: Node) -> str:
     """What a node calls, such as ``add`` for ``+`` and ``+=``."""
     name = called_name(node)
     return _IN_PLACE.get(name, name)
+
+
+def _is_of_some(target: Node) -> bool:
+    """Whether targets are of one of several samples, as in a loop over them, or of some; a piece has others there."""
+    seen, open_nodes = {target}, [target]
+    while open_nodes:
+        node = open_nodes.pop()
+        if picks_samples(node):
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        open_nodes += new
+    return False
 
 
 def _compares_samples(scores: torch.Tensor) -> bool:

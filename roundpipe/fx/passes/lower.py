@@ -18,7 +18,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
 from roundpipe.fx.passes.cuts import Balance
-from roundpipe.fx.passes.own_losses import own_losses, own_mixing
+from roundpipe.fx.passes.own_losses import output_sums, own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 from roundpipe.fx.passes.read_numbers import where_sums_are_read
 from roundpipe.fx.passes.sample_dependence import dependence_of_samples
@@ -94,7 +94,8 @@ def lower(
     """
     with torch.enable_grad(), walked_once():
         dependence = dependence_of_samples(traced)
-        mixing, losses = own_mixing(traced, dependence.bent), own_losses(traced, dependence.bent)
+        mixing, sums = own_mixing(traced, dependence.bent), output_sums(traced)
+        losses = own_losses(traced, dependence.bent)
         costs = measure(traced, options.profile)
         balance, max_layer_bytes = options.balance, options.max_layer_bytes
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
@@ -104,7 +105,7 @@ def lower(
         chain.changed_buffer = dependence.changed_buffer
         single = dict.fromkeys(dependence.single, "is of one sample alone")
         chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
-        chain.output_dims = dims_of_samples(traced)
+        chain.output_dims, chain.output_sums = dims_of_samples(traced), sums
         chain.without_samples = outputs_without_samples(traced)
         chain.takes_samples_as_time = takes_samples_as_time(traced)
         return LoweredGraph(traced, costs, parts, chain)

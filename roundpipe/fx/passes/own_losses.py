@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -20,9 +21,10 @@ from roundpipe.fx.graph.nodes import value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
-from roundpipe.fx.passes.sample_dimensions import arguments_of_samples
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
+from roundpipe.fx.sizes import expression_of
 
 
 def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLoss, ...]:
@@ -68,6 +70,25 @@ def _combinations(
         is_told = parts is not None and all(term.divisor is None for term in parts.terms.values())
         found[node] = parts if is_told else None
     return found
+
+
+def output_sums(traced: TracedGraph) -> frozenset[trees.Path]:
+    """Places of numbers among the outputs that add up: how many samples or tokens there are, or are of some kind."""
+    batch, found = symbols_of_samples(arguments_of_samples(traced)), set[trees.Path]()
+    counts: dict[trees.Path, Node] = {}
+    for path, node in traced.output_places.items():
+        value = value_of(node)
+        if isinstance(value, torch.SymInt):
+            own = batch & getattr(expression := expression_of(value), "free_symbols", set())
+            if len(own) == 1 and own.isdisjoint(sympy.expand(expression / next(iter(own))).free_symbols):
+                found.add(path)
+        elif isinstance(value, torch.Tensor) and not value.ndim and value.dtype in (torch.int64, torch.int32):
+            counts[path] = node
+    combinations = _combinations(traced, [*counts.values()], ()) if counts else {}
+    for path, node in counts.items():
+        if (parts := combinations[node]) and parts.terms and all(each.count is None for each in parts.terms.values()):
+            found.add(path)
+    return frozenset(found)
 
 
 def has_unknown_scalars(traced: TracedGraph, known: Collection[OwnLoss]) -> bool:

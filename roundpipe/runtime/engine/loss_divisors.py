@@ -46,10 +46,17 @@ class LossPart:
     kind: Literal["divided", "sum", "compares samples", "not linear", "unknown"]
     """``"sum"`` is one of torch's losses by ``reduction="sum"``, divided by nothing."""
     divisors: tuple[float | torch.Tensor, ...] = ()
+    num_own: int = 0
+    """How many of these, the last ones, are the reduction's own, if it is a mean over all elements."""
 
     def divisor(self) -> float:
         """Waits for the device."""
         return math.prod(map(float, self.divisors), start=1.0)
+
+    def is_mean(self, number: int) -> bool:
+        """Whether it is a mean, which nothing else divides by a ``number`` of microbatches; waits for the device."""
+        others = self.divisors[: len(self.divisors) - self.num_own]
+        return self.num_own > 0 and not math.isclose(math.prod(map(float, others), start=1.0), number, rel_tol=_HALF)
 
 
 def ends_of(value: Any) -> frozenset[Node]:
@@ -81,7 +88,7 @@ def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
     kinds = {term.kind for term in terms}
     if "compares samples" in kinds:
         return "compares samples"
-    if len(kinds) > 1 or kinds == {"unknown"}:
+    if len(kinds) > 1:
         return "unknown"
     if kinds == {"not linear"}:
         return "not linear"
@@ -89,9 +96,14 @@ def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
         return "sum"
     half = (torch.float16, torch.bfloat16)
     is_half = any(isinstance(each, torch.Tensor) and each.dtype in half for term in terms for each in term.divisors)
-    per_sample = [term.divisor() / share for term, share in zip(terms, shares, strict=True)]
-    tolerance = _HALF if is_half else _EXACT
-    is_even = all(math.isclose(each, per_sample[0], rel_tol=tolerance) for each in per_sample)
+    divisors, tolerance = [term.divisor() for term in terms], _HALF if is_half else _EXACT
+
+    def are_equal(numbers: Sequence[float]) -> bool:
+        return all(math.isclose(each, numbers[0], rel_tol=tolerance) for each in numbers)
+
+    is_even = are_equal([divisor / share for divisor, share in zip(divisors, shares, strict=True)])
+    if kinds == {"unknown"}:  # a loss of the model's own may be a sum, or a mean with a factor
+        return "unknown" if is_even or are_equal(divisors) else "not by samples"
     return "right" if is_even else "not by samples"
 
 
@@ -112,7 +124,7 @@ class _GradientWalk:
             return
         name, edges = _name(node), node.next_functions
         if node in self.ends or _shape(edge) and name not in _PASSING:
-            self.found.append(LossPart("unknown"))
+            self.found.append(LossPart("unknown", divisors))
         elif name in _PASSING:
             self.visit(edges[0], divisors)
         elif name in ("Add", "Sub", "Rsub"):
@@ -156,17 +168,20 @@ class _GradientWalk:
             return
         weight = getattr(node, "_saved_total_weight", None)
         number = float(math.prod(_shape(node.next_functions[0]))) if weight is None else _small(weight)
-        self._add(node, LossPart("divided", (*divisors, number)))
+        self._add(node, LossPart("divided", (*divisors, number), num_own=1))
 
     def _reduced(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
         """A sum or mean over elements, or one of another over some of their dimensions."""
+        own: tuple[float, ...] = ()
         while (name := _name(edge[0])) in ("Sum", "Mean", *_PASSING) and edge[0] not in self.ends:
             (source,) = edge[0].next_functions
             if name == "Mean":
-                divisors = (*divisors, math.prod(_shape(source)) / max(math.prod(_shape(edge)), 1))
+                own = (*own, math.prod(_shape(source)) / max(math.prod(_shape(edge)), 1))
             edge = source
-        is_known = bool(divisors) and not self._has_scalars(edge[0])
-        self._add(edge[0], LossPart("divided", divisors) if is_known else LossPart("unknown"))
+        num_own = len(own) if math.prod(own) == math.prod(_shape(edge)) else 0
+        is_known = bool(divisors or own) and not self._has_scalars(edge[0])
+        part = LossPart("divided", (*divisors, *own), num_own)
+        self._add(edge[0], part if is_known else LossPart("unknown"))
 
     def _add(self, node: Any, part: LossPart) -> None:
         """A term that a node has reduced elements to, or whose elements it has made."""

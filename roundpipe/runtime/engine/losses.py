@@ -164,6 +164,8 @@ class LossWeights:
         self.reference = None if mean is None else mean.reference
         self._terms: dict[int, tuple[float, list[list[LossPart]]]] = {}
         """By microbatch whose losses count by its samples, its share of these, and the terms of each loss."""
+        self.added_terms: list[LossPart] = []
+        """Of a microbatch whose losses are added up as they are, the terms of these."""
 
     def apply(
         self,
@@ -202,6 +204,8 @@ class LossWeights:
         if own_mean is not None:
             self.own_total = own_mean.total
         if mean is None:
+            if own is None and not self.added_terms:
+                self.added_terms = [term for loss in losses.tensors for term in terms_of(loss, ends)]
             return
         with self._lock:
             if self._has_given is None:

@@ -227,6 +227,8 @@ def merge_value(
         if spec is not None:
             return _merge_tensors(values, spec, where)
         return _merge_tensors(layout.reordered(values, path), None, where, layout.dims.get(path, 0))
+    if scalars and spec is None and path in scalars and all(type(value) is int for value in values):
+        return sum(values)
     if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
     below = _children_of_all(values, path)
@@ -276,7 +278,8 @@ def _merge_tensors(values: list[Any], spec: Any, where: str, dim: int = 0) -> to
 def _combined(values: list[torch.Tensor], weights: Sequence[float] | float) -> torch.Tensor:
     """One scalar from those of the microbatches: their sum, times a number, or their mean by weights."""
     if isinstance(weights, int | float):
-        return torch.stack(values).sum() * weights
+        added = torch.stack(values).sum()
+        return added if weights == 1 else added * weights
     total = sum(weights)
     # what counts for nothing may be no number: a mean over no tokens
     parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight]
