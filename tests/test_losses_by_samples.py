@@ -249,3 +249,14 @@ def test_a_models_own_mean_over_samples_is_right_without_a_word():
         piped.synchronize()
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+def test_what_keeps_a_loss_from_being_counted_is_named():
+    def logging(logits, label):
+        loss = over_mask(logits, label)
+        float(loss.detach())
+        return loss
+
+    is_right, texts = run("traced", logging, masked(), 3)
+    assert not is_right
+    assert "but there is none: at " in texts[0] and "float(loss.detach())" in texts[0]

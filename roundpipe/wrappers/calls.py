@@ -176,7 +176,8 @@ class ChainRunner(Runner):
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
         if config.loss_reduction == "mean":
             labels = [label for call in calls for label in call.labels]
-            self._loss_warnings.look_at_mean(labels, weights, functools.partial(self.tails.mixing, calls))
+            mixing, reason = functools.partial(self.tails.mixing, calls), functools.partial(self.tails.reason, calls)
+            self._loss_warnings.look_at_mean(labels, weights, mixing, reason)
         elif not any(each and each.loss_reduction for each in (training.options, self.config)):
             find_kind = functools.partial(kind_of_sum, self.model, calls)
             self._loss_warnings.look_at_sum(training.loss_fn, weights, len(losses), find_kind)

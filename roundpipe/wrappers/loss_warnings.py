@@ -174,13 +174,18 @@ class LossWarnings:
             warn(f"the losses of the {number} microbatches were added up, {text.format(number=number)}")
 
     def look_at_mean(
-        self, labels: Sequence[Any], weights: Sequence[LossWeights], find_mixing: Callable[[], Mixing | None] = _nothing
+        self,
+        labels: Sequence[Any],
+        weights: Sequence[LossWeights],
+        find_mixing: Callable[[], Mixing | None] = _nothing,
+        find_reason: Callable[[], str] = str,
     ) -> None:
         """After a call whose loss is a mean that ``loss_fn`` computes.
 
         Args:
             labels: those of the microbatches.
             find_mixing: tells how the loss mixes samples, as far as its graph does.
+            find_reason: tells why it has no graph, if it has none.
         """
         is_told = any(each.has_given or each.own is not None for each in weights)
         if self._has_warned or is_told or len(labels) == 1:
@@ -200,9 +205,11 @@ class LossWarnings:
             text = _OF_NUMBERS
         if text is not None:
             self._has_warned = True
+            reason = find_reason() if text in (_OF_LABELS, _OF_LOSS_FN["not by samples"]) else ""
+            more = f". Its graph would tell that by itself, but there is none: {reason}" if reason else ""
             warn(
                 f"loss_reduction='mean' averaged the losses of the {len(labels)} microbatches by their samples, "
-                f"{text.format(ignored=IGNORED)}"
+                f"{text.format(ignored=IGNORED)}{more}"
             )
 
     def look_at_logs(self, of_last: Sequence[str], number: int, reduction: str) -> None:

@@ -143,6 +143,8 @@ class TailSource:
         """By code of a loss, dimensions of its arguments that were seen to vary."""
         self._refused: dict[Any, Mixing | None] = {}
         """By code of a loss that has no tail, how it mixes samples, as far as one microbatch's graph tells."""
+        self._reasons: dict[Any, str] = {}
+        """Why it has none."""
         self._retraces: dict[Any, Retraces] = {}
         """By code of a loss."""
         self.trace_count = 0
@@ -185,6 +187,10 @@ class TailSource:
         known = [known.mixing for known, call in pairs if is_same(known.function, call.loss_fn, call.kept.moved)]
         return worst([*known, *(self._refused.get(code_of(call.loss_fn)) for call in each)])
 
+    def reason(self, calls: Iterable[Call]) -> str:
+        """Why a loss has no graph that serves a call, in words; empty if it has one."""
+        return next((why for call in calls if (why := self._reasons.get(code_of(call.loss_fn)))), "")
+
     def logged(self, calls: Iterable[Call]) -> list[str]:
         """In words, where the loss leaves a number of each microbatch, as `mixing` is told of it."""
         each = [own for call in calls for own in _by_chain(call)]
@@ -226,7 +232,8 @@ class TailSource:
                 self._refuse(code, str(error), mixing or self._numbers(call, examples))
                 return None
             except TraceError as error:
-                self._refuse(code, str(error).partition(". ")[0], self._called(call, examples, error.cause))
+                reason = str(error).partition(". ")[0].removeprefix("can't trace LossCall: ")
+                self._refuse(code, reason, self._called(call, examples, error.cause))
                 return None
         last, exit = call.chain[-1], call.chain.exit
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
@@ -287,7 +294,7 @@ class TailSource:
             return _unless_mean(made_by_calls(program, arguments, samples_of(call)))
 
     def _refuse(self, code: Any, reason: str, mixing: Mixing | None = None) -> None:
-        self._refused[code] = mixing
+        self._refused[code], self._reasons[code] = mixing, reason
         if not self._logs:
             return
         logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
