@@ -106,7 +106,7 @@ class Stage:
                 bound, is_tail = self.layers[index], spec.tail is not None and index == segment.layers[-1]
                 with learn_writes(bound) if bound.has_buffers else _NOTHING:
                     if is_tail:
-                        ends = self._ends(values)
+                        ends = ends_of(values)
                         found = self._run_tail(index, values, microbatch, label)
                         break
                     outputs = self._call(index, values, microbatch, "forward")
@@ -129,13 +129,7 @@ class Stage:
             outputs = self.spec.chain.exit(values)
         values.clear()
         with self._shares(microbatch):
-            return outputs, self._read_losses(
-                partial(loss_fn, outputs, label), microbatch, self._ends(outputs), outputs
-            )
-
-    def _ends(self, value: Any) -> frozenset[Node]:
-        """What losses are computed from, as far as someone asks."""
-        return frozenset() if self.spec.mean is None else ends_of(value)
+            return outputs, self._read_losses(partial(loss_fn, outputs, label), microbatch, ends_of(outputs), outputs)
 
     def _read_losses(
         self, loss_fn: Callable[[], Any], microbatch: int, ends: frozenset[Node], outputs: Any = None
