@@ -224,3 +224,26 @@ def test_steps_along_the_first_dimension_are_no_samples(is_own):
         piped.synchronize()
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda h: (h @ h.T).logsumexp(1).mean(), "compares samples with each other"),
+        (lambda h: (h.softmax(-1).mean(0) * h.mean(0)).sum(), "has products or other functions of means"),
+    ],
+    ids=["a contrastive one", "a balancing one"],
+)
+def test_a_scalar_of_a_plain_call_is_told_of_by_how_it_mixes(loss, words):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.linear(x)
+            return h, loss(h)
+
+    with roundpipe.compile(Own(), devices=["cpu"] * 2) as piped:
+        with pytest.warns(UserWarning, match=rf"output\[1\] of Own {words}.*use num_microbatch=1"):
+            piped(torch.randn(9, 6))

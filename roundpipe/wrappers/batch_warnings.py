@@ -14,7 +14,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
-from roundpipe.core.layers import LayerChain
+from roundpipe.core.layers import LayerChain, Mixing
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 
@@ -33,6 +33,13 @@ _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.STATE: _CHANGES,
     TraceCause.WEIGHT_WRITTEN: _CHANGES,
 }
+
+
+_HOW_MIXED: dict[Mixing | None, str] = {
+    "compares samples": "compares samples with each other, or with a statistic over them",
+    "not linear": "has products or other functions of means over the batch, as the load balancing of experts has",
+}
+"""A scalar among the outputs."""
 
 
 class BatchWarnings:
@@ -188,17 +195,19 @@ class BatchWarnings:
         config: ResolvedConfig,
         known: Collection[trees.Path] = (),
         odd: Mapping[trees.Path, str] = MappingProxyType({}),
+        mixing: Mapping[trees.Path, Mixing] = MappingProxyType({}),
         *,
         has_loss: bool = False,
     ) -> None:
         """Before the outputs of microbatches are merged.
 
-        ``known`` are places of scalars that are made one rightly; ``odd`` tensors without rows, and why. Of a call that
-        ``has_loss`` beside its outputs, means among these are nobody's loss.
+        ``known`` are places of scalars that are made one rightly; ``odd`` tensors without rows, and why; ``mixing``
+        scalars that mix samples, and how. Of a call that ``has_loss`` beside its outputs, means among these are
+        nobody's loss.
         """
         if len(outputs) > 1 and (config.merge_output is True or config.merge_output is None):
             self._look_at_rows(outputs, odd)
-            self._look_at_scalars(outputs, known, has_loss)
+            self._look_at_scalars(outputs, known, mixing, has_loss)
 
     def _look_at_rows(self, outputs: Sequence[Any], odd: Mapping[trees.Path, str]) -> None:
         if odd:
@@ -211,7 +220,13 @@ class BatchWarnings:
                 "merge_output how they are merged, or use num_microbatch=1",
             )
 
-    def _look_at_scalars(self, outputs: Sequence[Any], known: Collection[trees.Path], has_loss: bool) -> None:
+    def _look_at_scalars(
+        self,
+        outputs: Sequence[Any],
+        known: Collection[trees.Path],
+        mixing: Mapping[trees.Path, Mixing],
+        has_loss: bool,
+    ) -> None:
         if "scalars" in self._has_warned_of:
             return
         scalars = {path: value for path, value in trees.walk(outputs[0]) if _is_scalar(value) and path not in known}
@@ -226,7 +241,9 @@ class BatchWarnings:
             return
         self._has_warned_of.add("scalars")
         average = f"is the average over the {len(outputs)} microbatches"
-        if scalars[differing[0]].is_floating_point():
+        if (kind := mixing.get(differing[0])) in _HOW_MIXED:
+            text = f"{_HOW_MIXED[kind]}, and {average}, which is not that of the whole batch: use num_microbatch=1"
+        elif scalars[differing[0]].is_floating_point():
             text = (
                 f"is a scalar, and nothing tells how it comes from the samples: it {average}. A loss over tokens with "
                 "padding, or of microbatches of different sizes, differs from that of the whole batch: use "

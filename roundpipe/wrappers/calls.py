@@ -104,7 +104,7 @@ class ChainRunner(Runner):
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
         layout, mixing = _layout_of(calls), calls[0].chain.mixing
-        self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd)
+        self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd, mixing)
         return merge(outputs, config, scalars=scalars, layout=layout)
 
     def forward_backward(self, training: TrainingCall) -> Any:
