@@ -26,6 +26,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reach import ReachedState
+from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.locations import is_model_file
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ TRACING = threading.RLock()
 """Held by the one trace of this process."""
 _ACTIVE = threading.local()
 ORIGINAL_CALL = nn.Module.__call__
+ORIGINAL_DEEPCOPY = torch.Tensor.__deepcopy__
 
 PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss randrange normalvariate".split()
 NUMPY_RANDOM = "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
@@ -58,6 +60,7 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
         _patch(stack, nn.Module, "__call__", _call_module)
         _patch_function_apply(stack)
         _patch_transforms(stack)
+        _patch(stack, torch.Tensor, "__deepcopy__", _copied)
         for name in PYTHON_RANDOM:
             _patch(stack, random, name, _refused("random", name, getattr(random, name)))
         numpy: Any = sys.modules.get("numpy")
@@ -102,6 +105,18 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _length(value: Any, /) -> Any:
     attempt = _attempt_in_glue() if isinstance(value, torch.Tensor) else None
     return len(value) if attempt is None else attempt.glue.length_of(value)
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy of a fake; torch's own would copy the whole world that it is of, and its memo is no operand."""
+    if _attempt() is None or not is_fake(tensor):
+        return ORIGINAL_DEEPCOPY(tensor, memo)
+    if not tensor.is_leaf:
+        raise RuntimeError("copy.deepcopy copies leaves of the autograd graph only, and no activation")
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _patch_function_apply(stack: ExitStack) -> None:
