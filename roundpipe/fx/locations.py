@@ -14,6 +14,8 @@ _TORCH = os.path.dirname(torch.__file__)
 _OUR_FILES = (_TORCH + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
 
+_PYTHONS = sys.stdlib_module_names - {"__main__"}
+
 _ANSWERING_FILES = (
     os.path.join(_TORCH, "__init__.py"),
     os.path.join(_TORCH, "fx", "experimental"),
@@ -60,6 +62,20 @@ def asked_by_operator() -> bool:
             return not is_model_file(frame.f_code.co_filename)
         frame = frame.f_back
     return False
+
+
+def is_asked_by_model() -> bool:
+    """Whether a model's code calls the caller, maybe through Python's own library or generated code."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and _is_between(frame):
+        frame = frame.f_back
+    return frame is not None and is_model_file(frame.f_code.co_filename)
+
+
+def _is_between(frame: types.FrameType) -> bool:
+    if frame.f_code.co_filename.startswith("<"):
+        return not is_model_file(frame.f_code.co_filename)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PYTHONS
 
 
 def source_at(location: str) -> str:

@@ -27,7 +27,7 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reach import ReachedState
 from roundpipe.fx.fakes import is_fake
-from roundpipe.fx.locations import is_model_file
+from roundpipe.fx.locations import is_asked_by_model, is_model_file
 
 if TYPE_CHECKING:
     from roundpipe.fx.trace.attempt import Attempt
@@ -70,10 +70,12 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
         _patch_grad_mode(stack, reach.cells)
         _patch_transformers(stack)
+        _patch_texts_of_sizes(stack)
         for variables in _variables_of(model, reach):
-            if "len" not in variables:  # the builtin can't give a symbol
-                variables["len"] = _length
-                stack.callback(variables.pop, "len", None)
+            for name, function in _BUILTINS.items():
+                if name not in variables:
+                    variables[name] = function
+                    stack.callback(variables.pop, name, None)
         stack.callback(setattr, _ACTIVE, "attempt", _attempt())
         _ACTIVE.attempt = attempt
         yield
@@ -105,6 +107,40 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _length(value: Any, /) -> Any:
     attempt = _attempt_in_glue() if isinstance(value, torch.Tensor) else None
     return len(value) if attempt is None else attempt.glue.length_of(value)
+
+
+def _is_instance(value: Any, kinds: Any, /) -> bool:
+    """The builtin takes no size for a number."""
+    if isinstance(value, kinds):
+        return True
+    number = _NUMBERS.get(type(value))
+    return number is not None and _attempt() is not None and isinstance(number, kinds)
+
+
+_NUMBERS: dict[type, float] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+"""Per type of symbolic sizes, a number of the type that eager mode has."""
+_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance}
+"""What takes the place of builtins in a model's code, since they can neither give symbols nor know them."""
+
+
+def _patch_texts_of_sizes(stack: ExitStack) -> None:
+    """A text that a model's code makes of a size has the number, as in eager mode, and no name of a symbol.
+
+    The graph then serves that number only. Torch's own code, sympy's and this package's get the symbol's name.
+    """
+    plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    for kind, number in plain.items():
+        _patch(stack, kind, "__repr__", _text_of_size(number, kind.__repr__))
+        _patch(stack, kind, "__format__", _text_of_size(number, kind.__format__))
+
+
+def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) -> Callable[..., str]:
+    def text(size: Any, *spec: str) -> str:
+        if _attempt() is None or not is_asked_by_model():
+            return original(size, *spec)
+        return format(number(size), *spec)
+
+    return text
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""Sizes that a model's code turns into text, or asks for their type: eager mode has plain numbers there."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe.fx.trace.tracer import trace
+from tests.fx.against_eager import Seen, check
+from tests.fx.test_fixed_lengths import tokens
+from tests.fx.test_shapes import Layers
+
+TABLE = {"6": 2.0, "[6, 8]": 3.0}
+
+
+class Tokens(Layers):
+    """Layers over tokens, and a forward that a test gives; lengths of tokens are symbols."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.run = nn.Embedding(20, 8), run
+        self.at = nn.ParameterDict({"at_6": nn.Parameter(torch.randn(8))})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.run(self, self.layers[0](self.table(ids))))
+
+
+def seen_for(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Seen:
+    """What becomes of a forward at a length of 6, of 5, and of 6 again."""
+    seen = check(lambda: Tokens(run), tokens, sizes=[(4, 6), (4, 5), (6, 6)])
+    assert not seen.fell_back and not seen.opaque
+    return seen
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "TABLE.get(str(n), 1.0)",
+        "TABLE.get(f'{n}', 1.0)",
+        "TABLE.get(repr(n), 1.0)",
+        "2.0 if '%s' % n == '6' else 1.0",
+        "2.0 if f'{n:03d}' == '006' else 1.0",
+        "2.0 if f'{n / 4}' == '1.5' else 1.0",
+        "2.0 if str(n == 6) == 'True' else 1.0",
+        "TABLE.get(str(list(x.shape[1:])), 1.0)",
+        "model.at[f'at_{n}'] if f'at_{n}' in model.at else 1.0",
+    ],
+)
+def test_a_text_of_a_size_has_its_number(use: str) -> None:
+    assert seen_for(lambda model, x: x * eval(use, globals(), locals() | {"n": x.shape[1]})).trace_count == 2
+
+
+@pytest.mark.parametrize("kind", [int, (str, int), float | int, numbers.Number, numbers.Integral])
+def test_a_size_is_an_integer(kind: Any) -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if isinstance(x.shape[1], kind) and not isinstance(x.shape[1] / 2, int) else x
+
+    assert seen_for(run).trace_count == 1 and "isinstance" not in globals()
+
+
+def test_a_leaf_takes_what_it_names_by_a_size() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * TABLE.get(f"{x.shape[1]}", 1.0)
+
+    class Holds(Tokens):
+        def __init__(self) -> None:
+            super().__init__(lambda model, x: model.named(x))
+            self.named = Named(8, 8)
+
+    assert not check(Holds, tokens, sizes=[(4, 6), (4, 5)]).fell_back
+
+
+def test_texts_for_others_than_the_models_code_fix_no_size() -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        size: Any = x.shape[1]
+        found.append(size.node.str())
+        torch.nn.functional.relu(x.reshape(x.shape[0], -1))
+        return x
+
+    found: list[str] = []
+    traced = trace(Tokens(run).double(), (), tokens(4, 6))
+    assert not traced.guards.describe()
+    assert not any(text.isdigit() for text in found) and "_text_of_size" not in str(torch.SymInt.__repr__)
