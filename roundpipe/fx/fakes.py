@@ -277,6 +277,11 @@ class FakeWorld:
             if isinstance(size, sympy.Symbol)
         }
 
+    def decisions(self) -> SizeSystem:
+        """What code decided by numbers of samples alone, which dimension 0 counts."""
+        numbers = {symbol: place for symbol, place in self.symbols().items() if not place[1]}
+        return SizeSystem(numbers, self.shapes.decisions)
+
     def serves_too(self, assumption: sympy.Basic) -> bool:
         """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""
         if self._also is None:

@@ -45,6 +45,8 @@ class ShapeWorld(ShapeEnv):
         self.forget_listeners()
         self.glue_guards: dict[sympy.Basic, str] = {}
         """What held when glue asked, in the order asked, and where it asked."""
+        self.decisions: dict[sympy.Basic, str] = {}
+        """Those of them that say whether something holds, and not what number a size is."""
         self.recent: list[sympy.Basic] = []
         """What held when the call in progress asked; for `promote_recent`."""
         self._numbers_given: set[sympy.Basic] = set()
@@ -90,7 +92,9 @@ class ShapeWorld(ShapeEnv):
             self._log[noted] = None
         if self.in_glue():
             if noted.holds not in self.glue_guards:
-                self.glue_guards[noted.holds] = model_location()
+                location = self.glue_guards[noted.holds] = model_location()
+                if not noted.gives_number:
+                    self.decisions[noted.holds] = location
                 self.on_assumption(noted.holds)
                 if noted.gives_number:
                     self.on_fixed_size()
@@ -232,14 +236,17 @@ class SizeSystem:
 
     def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
         """The first assumption that tensors of these shapes break."""
+        return next(self.failures(shapes), None)
+
+    def failures(self, shapes: Sequence[torch.Size]) -> Iterator[SizeGuard]:
+        """Every one, in order."""
         sizes = [shapes[index][dim] for index, dim in self.positions.values()]
         for guard in self.guards:
             try:
                 if not guard.holds(*sizes):
-                    return guard
+                    yield guard
             except ZeroDivisionError:
-                return guard
-        return None
+                yield guard
 
 
 def flat_values(*values: Any) -> list[Any]:

@@ -28,10 +28,9 @@ from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_
 from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
-from roundpipe.fx.graph.nodes import value_bytes
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.failure import Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.passes.carried_outputs import cache_advice, warn_of_carried_outputs
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.own_losses import has_unknown_scalars
 from roundpipe.fx.sizes import forget_worlds
@@ -44,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TRACES = 32
 """Traces kept at once; the one unused for longest goes first."""
-MOST_RETURNED = 2
-"""Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
-LEAST_RETURNED_BYTES = 1 << 12
-"""Below this it is not."""
 
 
 class TracedSource:
@@ -145,7 +140,7 @@ class TracedSource:
                 knows_model = before is not None and chain is before and chain is compared
                 mismatch = traced.guards.check(args, kwargs, knows_model=knows_model, batch=batch)
                 if mismatch is None:
-                    self._refuse_broadcast(traced, (args, kwargs), batch, or_whole=or_whole)
+                    self._look_at_piece(traced, chain, (args, kwargs), batch, or_whole=or_whole)
                     self._compared = chain
                     self._retraces.note_served()
                     if position:
@@ -171,17 +166,28 @@ class TracedSource:
                     self._on_failure(error)
                 self._failed_modes.add(self._model.training)
                 return None
-            self._refuse_broadcast(self._traces[0][0], (args, kwargs), batch, or_whole=or_whole)
+            self._look_at_piece(self._traces[0][0], chain, (args, kwargs), batch, or_whole=or_whole)
             return chain
 
-    def _refuse_broadcast(
-        self, traced: GuardedGraph, arguments: Arguments, batch: Arguments | None, *, or_whole: bool
+    def _look_at_piece(
+        self,
+        traced: GuardedGraph,
+        chain: LayerChain,
+        arguments: Arguments,
+        batch: Arguments | None,
+        *,
+        or_whole: bool,
     ) -> None:
-        """A piece of one sample may run only since what was cut, and has no samples, is repeated for them."""
-        error = traced.fails_for_two
-        if error is None or batch is None or not _is_piece(arguments, batch):
+        """What is known of a graph for a piece of a batch once the whole batch is there, too."""
+        if batch is None or not _is_piece(arguments, batch):
             return
-        traced.fails_for_two = None
+        chain.mixes_samples = chain.mixes_samples or traced.guards.decided_by_number(arguments, batch)
+        if traced.fails_for_two is not None:
+            error, traced.fails_for_two = traced.fails_for_two, None
+            self._refuse_broadcast(error, batch, or_whole=or_whole)
+
+    def _refuse_broadcast(self, error: TraceError, batch: Arguments, *, or_whole: bool) -> None:
+        """A piece of one sample may run only since what was cut, and has no samples, is repeated for them."""
         if not self._serves(*batch):
             return
         words = shortened(said(error.__cause__ or error).partition("\n")[0], 200)
@@ -263,7 +269,7 @@ class TracedSource:
         self._note_written(guards.written)
         self._note_compiled(traced.compiled_by_torch)
         if records_gradients:
-            _warn_of_carried_outputs(self._model, traced, chain)
+            warn_of_carried_outputs(self._model, traced, chain)
         self._traces.insert(0, (traced, chain))
         del self._traces[MAX_TRACES:]
         return chain
@@ -305,7 +311,7 @@ class TracedSource:
         advice = "Compile what can stay whole, such as each block: for block in model.blocks: block.compile()"
         if why:
             advice = f"What can't stay whole has to be recorded: {why}."
-            advice += _cache_advice(self._model)
+            advice += cache_advice(self._model)
         warn(
             f"{type(self._model).__name__}: torch has compiled {which}, whose inside is recorded, so that it runs as "
             f"written. {advice}"
@@ -348,40 +354,6 @@ def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     """The model's ``dummy_inputs``, which may be inherited and not fit: they show a partition, calls decide."""
     dummy = given_attribute(model, "dummy_inputs")
     return ((), dict(dummy)) if isinstance(dummy, dict) else None
-
-
-def _cache_advice(model: nn.Module) -> str:
-    """What a model that fills a cache can do without, as a sentence to add; empty for others."""
-    uses_cache = given_attribute(given_attribute(model, "config"), "use_cache") is True
-    return " config.use_cache = False avoids that of the cache." if uses_cache else ""
-
-
-def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
-    """Warn of outputs that go through later layers only to be returned, where they are most of what is carried."""
-    sizes = {node.name: value_bytes(node) for node in traced.graph.nodes}
-    earlier: set[str] = set()
-    worst: tuple[int, int, list[str]] = (0, 0, [])
-    for index, spec in enumerate(chain.specs[:-1]):
-        earlier.update(spec.makes)
-        read = {name for later in chain.specs[index + 1 :] for name in later.reads}
-        returned = [name for name in chain.exit.reads if name in earlier and name not in read]
-        num_bytes = sum(sizes[name] for name in returned)
-        if num_bytes > worst[0]:
-            worst = num_bytes, sum(sizes.get(name, 0) for name in read & (earlier | set(traced.input_paths))), returned
-    num_bytes, num_read, returned = worst
-    if num_bytes <= MOST_RETURNED * num_read or num_bytes < LEAST_RETURNED_BYTES:
-        return
-    leaves = [(path, leaf) for path, leaf in trees.walk(traced.output) if isinstance(leaf, OutputValue)]
-    places = [trees.path_string(path) for path, leaf in leaves if leaf.name in returned]
-    logger.warning(
-        "%s: %s bytes are carried through later layers only because the forward returns them, where these read %s: "
-        "outputs %s. Return less in training, and less has to be moved and kept.%s",
-        type(model).__name__,
-        f"{num_bytes:,}",
-        f"{num_read:,}",
-        enumerated(places),
-        _cache_advice(model),
-    )
 
 
 @contextmanager

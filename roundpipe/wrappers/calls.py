@@ -326,9 +326,10 @@ class ChainRunner(Runner):
         if calls is None:
             self.last_chain = None
             return None, pieces.replay_options(options, config)
-        if number > 1 and self._batch_warnings.in_one_piece(config, calls[0].chain) is not config:
-            self.last_chain = calls[0].chain
-            return again()
+        for call in calls if number > 1 else ():
+            if self._batch_warnings.in_one_piece(config, call.chain) is not config:
+                self.last_chain = call.chain
+                return again()
         pieces.warn()
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = calls[-1].chain

@@ -98,7 +98,6 @@ class JointChain(LayerChain):
         self.own_losses = tuple(_joint_losses(chains))
         self.mixing = {path: kind for chain in chains for path, kind in chain.mixing.items()}
         self.takes_samples_as_time = next((each for chain in chains if (each := chain.takes_samples_as_time)), "")
-        self.mixes_samples = next((each for chain in chains if (each := chain.mixes_samples)), "")
         self.changed_buffer = next((each for chain in chains if (each := chain.changed_buffer)), "")
         self.without_samples = {path: each for chain in chains for path, each in chain.without_samples.items()}
         self.odd_outputs = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
@@ -158,6 +157,7 @@ class JointChains:
                 return chains, kwargs
             logger.info("%s: the microbatches of a call need %d traces, and run in one round", self._name, len(needed))
             joint = JointChain(needed, groups)
+        joint.mixes_samples = next((each for chain in needed if (each := chain.mixes_samples)), "")
         self._known = [joint, *(each for each in self._known if each is not joint)][:MOST_JOINT_CHAINS]
         numbers = map(joint.variants.index, chains)
         return [joint] * len(chains), [{**own, VARIANT: number} for own, number in zip(kwargs, numbers, strict=True)]

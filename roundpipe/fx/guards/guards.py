@@ -30,8 +30,9 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
 from roundpipe.fx.guards.values import ValueProgram, ValueRead
+from roundpipe.fx.locations import with_source
 from roundpipe.fx.operations import SizeExpression
-from roundpipe.fx.sizes import SizeSystem
+from roundpipe.fx.sizes import SizeGuard, SizeSystem
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
@@ -109,6 +110,8 @@ class Guards:
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments)
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
+        self.decisions = world.decisions()
+        """What the glue decided by numbers of samples alone; of a graph for one sample, what it decides for two."""
         self._operators = [SizeSystem(world.symbols(), world.shapes.size_assumptions())]
         positions = self._glue.positions.items()
         self._size_words = {
@@ -212,6 +215,21 @@ class Guards:
         if self._arguments.difference(arguments, tensors) or self._failure_of_shapes(arguments, tensors):
             return None
         return arguments
+
+    def decided_by_number(self, piece: Arguments, batch: Arguments) -> str:
+        """Where code decides by the number of samples, and otherwise for this batch than for a piece of it; in words.
+
+        The graph serves the piece.
+        """
+        failing: list[set[SizeGuard]] = []
+        for args, kwargs in (piece, batch) if self.decisions.guards else ():
+            tensors: list[torch.Tensor] = []
+            if self._arguments.difference(self._form.normalise(args, kwargs), tensors):
+                return ""
+            failing.append({*self.decisions.failures([tensor.shape for tensor in tensors])})
+        differing = failing[0] ^ failing[1] if failing else ()
+        places = (with_source(guard.location) for guard in self.decisions.guards if guard in differing)
+        return next((f"a decision by their number, another than for a microbatch, at {place}" for place in places), "")
 
     def _other_tensors(self, tensors: list[torch.Tensor]) -> str:
         """Which of the arguments' tensors is otherwise, beside its dtype and sizes."""

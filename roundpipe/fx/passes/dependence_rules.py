@@ -148,7 +148,11 @@ class DependenceCall(OperatorArguments):
                 if self.name == "unbind":
                     return list(range(number))
                 if all(tensor.shape[dim] == 1 for tensor in self.outputs):
-                    return [self.values["start"] or 0] if self.name == "slice" else list(range(number))
+                    return (
+                        [(self.values["start"] or 0) % self.first.shape[dim]]
+                        if self.name == "slice"
+                        else list(range(number))
+                    )
         return [None] * number
 
     @property
@@ -299,7 +303,8 @@ class DependenceCall(OperatorArguments):
 
     def _fills(self) -> bool:
         """Whether it fills something with the number of samples."""
-        return self.name in _FILLING and not self._watch.is_of_loss and self._take_their_number()
+        is_given = self.name in _FILLING and not self._watch.is_of_loss
+        return is_given and any(map(self._watch.is_their_number, self.values.values()))
 
     def _meet(self) -> bool:
         """Whether samples meet each other by broadcasting, also of what was expanded before."""

@@ -221,7 +221,7 @@ class DependenceWatch(TorchDispatchMode):
         with real_world():
             rows = [data.movedim(dim, 0) for dim in self.dims(made)]
             differ = any(bool((each != each[:1]).any()) for each in rows)
-            is_number = data.numel() > 0 and self.is_their_number(data.flatten()[0].item()) and is_float(data)
+            is_number = data.numel() > 0 and any(map(self.is_their_number, data.flatten()[:1].tolist()))
             if differ or is_number:
                 self.put(made, Known(SUMS, f"a tensor of numbers in {self._where()}", of_floats=is_float(data)))
             if self._ways is not None:

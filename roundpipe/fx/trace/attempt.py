@@ -37,7 +37,7 @@ from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
-from roundpipe.fx.sizes import flat_values
+from roundpipe.fx.sizes import SizeSystem, flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Need, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
@@ -49,7 +49,14 @@ from roundpipe.fx.trace.verify import ShapeVerifier
 
 
 class OtherSizes(BaseException):
-    """The model's own code does something else at sizes that the graph has to serve, too."""
+    """The model's own code does something else at sizes that the graph has to serve, too.
+
+    Args:
+        decisions: what it has decided, the last of them otherwise there.
+    """
+
+    def __init__(self, decisions: SizeSystem) -> None:
+        self.decisions = decisions
 
 
 class Attempt:
@@ -208,7 +215,7 @@ class Attempt:
         """Ends what can't serve all sizes that it has to, as soon as code asks that is glue in every attempt."""
         asking = map(self._world.twin.get_submodule, filter(None, self.recorder.modules))
         if not self._world.serves_too(assumption) and not any(map(self._policy.may_be_leaf, asking)):
-            raise OtherSizes
+            raise OtherSizes(self._world.decisions())
 
     def _keep_whole_what_fixes_sizes(self) -> None:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""

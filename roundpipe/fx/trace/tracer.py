@@ -103,8 +103,8 @@ def _trace_doubled(
         return _trace(model, form, arguments, knowledge, batch)
     try:
         traced = _trace(model, form, doubled, knowledge, batch, also=arguments)
-    except OtherSizes:
-        return _trace(model, form, arguments, knowledge, batch)
+    except OtherSizes as other:
+        decisions = other.decisions
     except TraceError as error:
         try:
             traced = _trace(model, form, arguments, knowledge, batch)
@@ -112,8 +112,12 @@ def _trace_doubled(
             raise error from error.__cause__
         traced.fails_for_two = error
         return traced
-    if traced.guards.check(*arguments, batch=batch) is not None:
-        return _trace(model, form, arguments, knowledge, batch)
+    else:
+        if traced.guards.check(*arguments, batch=batch) is None:
+            return traced
+        decisions = traced.guards.decisions
+    traced = _trace(model, form, arguments, knowledge, batch)
+    traced.guards.decisions = decisions
     return traced
 
 
