@@ -46,7 +46,10 @@ class ShapeWorld(ShapeEnv):
         self.glue_guards: dict[sympy.Basic, str] = {}
         """What held when glue asked, in the order asked, and where it asked."""
         self.decisions: dict[sympy.Basic, str] = {}
-        """Those of them that say whether something holds, and not what number a size is."""
+        """Those of them that say whether something holds, and not what number a size is.
+
+        Whether a size is 1 is asked to broadcast, which gives the same whatever the answer.
+        """
         self.recent: list[sympy.Basic] = []
         """What held when the call in progress asked; for `promote_recent`."""
         self._numbers_given: set[sympy.Basic] = set()
@@ -93,7 +96,7 @@ class ShapeWorld(ShapeEnv):
         if self.in_glue():
             if noted.holds not in self.glue_guards:
                 location = self.glue_guards[noted.holds] = model_location()
-                if not noted.gives_number:
+                if not noted.gives_number and not _asks_for_one(noted.holds):
                     self.decisions[noted.holds] = location
                 self.on_assumption(noted.holds)
                 if noted.gives_number:
@@ -174,6 +177,10 @@ def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
     if answer in (False, sympy.false):
         return sympy.Not(expression)
     return sympy.Eq(expression, answer, evaluate=False)
+
+
+def _asks_for_one(holds: sympy.Basic) -> bool:
+    return isinstance(holds, (sympy.Eq, sympy.Ne)) and 1 in holds.args
 
 
 @functools.lru_cache(maxsize=4096)  # operators ask the same of the same sizes again and again

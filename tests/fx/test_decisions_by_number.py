@@ -35,6 +35,13 @@ def _checked(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([h, h.new_zeros(x.shape[0], max(len(x), 1) // len(x))], 1)
 
 
+def _broadcast(model: Any, x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(WIDTH)[None]
+    if x.shape[0] != places.shape[0]:  # as transformers do for masks
+        places = places.expand(x.shape[0], -1)
+    return model.core(x + places)
+
+
 def _by_length(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.core(x) * (2 if x.shape[1] > 4 else 1)
 
@@ -74,7 +81,7 @@ def test_a_number_of_microbatches_that_is_given_stays() -> None:
     assert "decision by their number" in warning and "microbatches" in warning
 
 
-@pytest.mark.parametrize("run", [_checked, _by_length, _sample_by_sample])
+@pytest.mark.parametrize("run", [_checked, _broadcast, _by_length, _sample_by_sample])
 @pytest.mark.parametrize("number", [2, 9])
 def test_other_decisions_are_no_matter(run: Run, number: int) -> None:
     assert not warnings_of(run, number, None)
