@@ -92,9 +92,8 @@ class ChainRunner(Runner):
         """As `Runner.forward`; for a part, the arguments may be of a microbatch of the whole model's call."""
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad, has_backward_later=True)
-        is_evaluation = not config.requires_grad
         calls, options = self._calls(
-            args, kwargs, config, options, first_microbatch=first_microbatch, is_evaluation=is_evaluation
+            args, kwargs, config, options, first_microbatch=first_microbatch, is_evaluation=not config.requires_grad
         )
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
