@@ -127,7 +127,7 @@ def test_what_is_averaged_over_microbatches_has_their_own_numbers() -> None:
     expected = sum(model(*piece) for piece in pieces) / 3
     with (
         roundpipe.compile(model, devices=["cpu"] * 2) as pipe,
-        pytest.warns(UserWarning, match="nothing tells how it comes from the samples"),
+        pytest.warns(UserWarning, match="is the average over the 3 microbatches"),
     ):
         loss = pipe(*arguments, roundpipe_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=3))
     assert_close(loss, expected)
