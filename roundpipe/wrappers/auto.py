@@ -16,8 +16,6 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
-from roundpipe.core.module_tree import modules_in
-from roundpipe.effects.run_once import must_run_once
 from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
@@ -72,8 +70,8 @@ class HostRunner(Runner):
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
         self._hook_warnings = HookWarnings(self.model)
-        self._mixed: dict[bool, str] = {}
-        """By mode, what mixes samples in the model's own code."""
+        self._mixed: dict[bool, str | None] = {}
+        """By mode, what mixes samples in the model's own code; None where nothing tells."""
         self._shared: dict[str, set[int]] = {}
         """See `split`."""
         names = {module: name for name, module in self.model.named_modules()}
@@ -196,14 +194,11 @@ class HostRunner(Runner):
         total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
 
-    def _where_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What mixes samples in the model's own code, looked at once in each mode.
-
-        Not if no trace was tried, nor where the code uses up something, such as an iterator.
-        """
+    def _where_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What mixes samples in the model's own code, looked at once in each mode, if a trace was tried."""
         mode = self.model.training
         if mode not in self._mixed:
-            is_tried = self.parts.cause is not None and not any(map(must_run_once, modules_in(self.model)))
+            is_tried = self.parts.cause is not None
             self._mixed[mode] = where_untraced_code_mixes(self.model, args, kwargs) if is_tried else ""
         return self._mixed[mode]
 

@@ -166,12 +166,22 @@ class BatchWarnings:
             return config
         return config if given else config.in_one_piece()
 
-    def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str]) -> ResolvedConfig:
-        """The same where its code mixes samples, which ``find`` tells in words, if it does."""
-        if config.split_input is not None or config.num_microbatch == 1 and not config.auto or not (where := find()):
+    def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str | None]) -> ResolvedConfig:
+        """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells."""
+        if config.split_input is not None or config.num_microbatch == 1 and not config.auto:
             return config
-        self._warn_of_mixing(config, where)
-        return config.in_one_piece() if self.may_choose(config) else config
+        where, may_choose = find(), self.may_choose(config)
+        if where:
+            self._warn_of_mixing(config, where)
+            return config.in_one_piece() if may_choose else config
+        if where is None and may_choose:
+            self._warn_once(
+                "mixing",
+                "nothing tells whether its code mixes the samples of a batch, as a mean over the batch does, since it "
+                "can't be tried out. The batch is cut all the same. If it does, set num_microbatch=1; if it does not, "
+                "give the number of microbatches, and this is not said",
+            )
+        return config
 
     def may_choose(self, config: ResolvedConfig) -> bool:
         """Whether nobody has said how batches are cut, or into how many microbatches."""

@@ -101,17 +101,22 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
             if found != SampleDependence() or not run.has_failed:
                 break
     if not found.where and not symbols_of_samples(samples):
-        found = replace(found, where=where_code_mixes(traced))
+        found = replace(found, where=where_code_mixes(traced) or "")
     return found
 
 
-def where_code_mixes(traced: TracedGraph) -> str:
+def where_code_mixes(traced: TracedGraph) -> str | None:
     """What mixes samples in the model's code, which runs in place of its graph, with the graph's arguments.
 
     Code that has asked for the number of samples may do something else at another number, which no graph tells.
+
+    Returns:
+        In words, empty if nothing does; None if it can't run on fakes.
     """
     samples = arguments_of_samples(traced)
-    large, small = (_usable_primes(traced, samples), _small_primes(traced, samples)) if samples else ([], [])
+    if not samples:
+        return ""
+    large, small = _usable_primes(traced, samples), _small_primes(traced, samples)
     for usable, per_prime in ((large, 1), (large, _PER_PRIME), (small, 1)):
         found: list[str] = []
         for prime in usable[:2]:
@@ -121,7 +126,7 @@ def where_code_mixes(traced: TracedGraph) -> str:
                 break
         if found:
             return found[0] if len(found) == 2 and found[0] == found[1] else ""
-    return ""
+    return None
 
 
 def mixing_of_samples(
