@@ -23,7 +23,7 @@ from roundpipe.core.attributes import attributes_of
 from roundpipe.core.contexts import contextmanager
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, holds_tensors, same_contents
-from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
+from roundpipe.effects.reach import BETWEEN_CALLS, EVERYTHING, Limits, StateWalk
 from roundpipe.effects.uses import reached_by
 from roundpipe.effects.versions import version_of
 
@@ -305,6 +305,13 @@ class PythonSnapshot:
         for generator, state in drew:
             generator.set_state(state)
         return bool(drew)
+
+
+def snapshot_of_hooks(hooks: Iterable[Any]) -> PythonSnapshot:
+    """What forward hooks can change, large tables and what lies deep inside others left out."""
+    carrier = nn.Module()
+    carrier._forward_hooks.update(enumerate(hooks))
+    return PythonSnapshot([carrier], BETWEEN_CALLS)
 
 
 def _is_expected(place: Place, expected: PlaceValues) -> bool:

@@ -107,7 +107,9 @@ class HostRunner(Runner):
                 pieces = split(args, kwargs, None, config, self._shared)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
+                look_at_hooks = self._hook_warnings.begin_on_host([*zip(pieces.args, pieces.kwargs, strict=True)])
                 outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
+                look_at_hooks()
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             self._batch_warnings.look(outputs, config)
             outputs = merge(outputs, config)
@@ -135,6 +137,8 @@ class HostRunner(Runner):
         pieces = split(args, kwargs, training.label, config, self._shared)
         if has_backward:
             self._hook_warnings.look(self.model.parameters(), pieces.num_microbatches)
+        arguments = [*zip(pieces.args, pieces.kwargs, strict=True)]
+        look_at_hooks = self._hook_warnings.begin_on_host(arguments, training.loss_fn)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -188,6 +192,7 @@ class HostRunner(Runner):
                 self.session.optimizer.end_call()
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
+        look_at_hooks()
         self._loss_warnings.look([weights], len(losses), training.num_ranks, training.options, self.config)
         if is_mean:
             self._loss_warnings.look_at_mean(pieces.labels, [weights])

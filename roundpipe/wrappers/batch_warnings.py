@@ -34,6 +34,12 @@ _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.WEIGHT_WRITTEN: _CHANGES,
 }
 
+_LEFT_IN: dict[TraceCause | None, tuple[str, str]] = {
+    TraceCause.ACTIVATION_LEFT: ("its forward leaves an activation in an attribute", "the attribute has"),
+    TraceCause.ACTIVATION_HOOKED: ("a forward hook keeps an activation", "what it keeps is"),
+}
+"""What of a forward's others may read, and where."""
+
 
 _HOW_MIXED: dict[Mixing | None, str] = {
     "compares samples": "compares samples with each other, or with a statistic over them",
@@ -144,16 +150,18 @@ class BatchWarnings:
             has_loss: whether each microbatch has its loss, so that what it leaves in attributes is not for others.
         """
         is_whole = config.num_microbatch == 1 and not config.auto
-        if is_whole or cause is TraceCause.ACTIVATION_LEFT and (has_loss or not config.requires_grad):
+        left = _LEFT_IN.get(cause)
+        if is_whole or left is not None and (has_loss or not config.requires_grad):
             return config
         given = not self.may_choose(config)
-        if cause is TraceCause.ACTIVATION_LEFT:
-            is_cut = "has that of the last microbatch alone; with num_microbatch=1 it has that of the batch"
-            text = is_cut if given else "has that of the batch, which is not cut in such calls; num_microbatch cuts it"
+        if left is not None:
+            words, place = left
+            is_cut = "that of the last microbatch alone; with num_microbatch=1 that of the batch"
+            text = is_cut if given else "that of the batch, which is not cut in such calls; num_microbatch cuts it"
             self._warn_once(
                 "mixing",
-                f"its forward leaves an activation in an attribute. Behind a call without a loss_fn the attribute "
-                f"{text}. forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own",
+                f"{words}. Behind a call without a loss_fn {place} {text}. "
+                "forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own",
             )
         elif why := _WHY_WHOLE.get(cause):
             if given:

@@ -75,7 +75,7 @@ class ChainRunner(Runner):
         self._joints = JointChains(self.name)
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
-        self._hook_warnings = HookWarnings(self.model)
+        self.hook_warnings = HookWarnings(self.model)
         self._shared: dict[str, set[int]] = {}
         """See `split`."""
         measure = functools.partial(memory_of, session.engine.backends[0].device)
@@ -97,10 +97,10 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
-        if config.requires_grad:
-            self._hook_warnings.look_at_calls(calls)
+        look_at_hooks = self.hook_warnings.begin_calls(calls, has_backward=config.requires_grad)
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
+        look_at_hooks()
         self.session.optimizer.raise_pending()
         layout, mixing = _layout_of(calls), calls[0].chain.mixing
         self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd, mixing)
@@ -126,8 +126,7 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
-        if has_backward:
-            self._hook_warnings.look_at_calls(calls)
+        look_at_hooks = self.hook_warnings.begin_calls(calls, has_backward=has_backward)
         may_matter = session.engine.num_workers > 1 or has_backward and session.optimizer.may_have_twins
         reads = may_matter and reaches(training.loss_fn, self.model)
         alone = wait_for_weights(session, self.model, training.loss_fn)
@@ -172,6 +171,7 @@ class ChainRunner(Runner):
                 merged = merge(outputs, config, scalars=scalars, layout=layout)
         session.engine.raise_pending()
         session.optimizer.raise_pending()
+        look_at_hooks()
         self._loss_warnings.look(weights, len(losses), training.num_ranks, training.options, self.config)
         if config.loss_reduction == "mean":
             labels = [label for call in calls for label in call.labels]

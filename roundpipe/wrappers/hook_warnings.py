@@ -1,32 +1,102 @@
-"""Warnings of hooks of parameters that make something else of parts of a gradient than of the whole."""
+"""Warnings of hooks that make something else of microbatches than of the whole batch.
+
+Hooks of parameters, where what they make of parts of a gradient does not add up; and forward hooks, where the last
+microbatch's tensors take the place of those before.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.effects.handing import Places
+from roundpipe.effects.places import Place, package_of
+from roundpipe.effects.snapshot import PythonSnapshot, snapshot_of_hooks
+from roundpipe.effects.uses import forward_hooks, function_of, hooked_modules
 from roundpipe.fx.passes.gradient_hooks import adds_up
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.microbatch.split import batched_leaf
 from roundpipe.runtime.weights.frozen_layers import hooks_of
+
+_MOST_LOOKS = 4
+"""At what a hook leaves, in each mode: to find what it can reach takes a while."""
+_OF_INTEGRATIONS = frozenset({"accelerate", "peft", "torch", "transformers"})
+"""Packages whose own hooks keep nothing for the user."""
 
 
 class HookWarnings:
-    """Of one model, which is told of once; each hook is looked at once until then."""
+    """Of one model; each hook of a parameter is looked at once, and of these one is told of."""
+
+    looks_at_kept = True
+    """Whether what forward hooks leave is looked at, unless somebody else does that."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen: dict[int, Any] = {}
         self._is_over = False
+        self._looks: dict[tuple[int, bool, bool], tuple[Any, int]] = {}
+        """By forward hook and mode, the hook and how often it was looked at."""
+        self._told: dict[tuple[str, int, Any], Place] = {}
+        """By identity."""
 
-    def look_at_calls(self, calls: Sequence[Call]) -> None:
-        """Warn of those of the layers of calls whose microbatches are those of one batch."""
-        parameters = itertools.chain.from_iterable(calls[0].parameters)
-        self.look(parameters, sum(call.num_microbatches for call in calls))
+    def begin_calls(self, calls: Sequence[Call], *, has_backward: bool) -> Callable[[], None]:
+        """Look at the layers of calls whose microbatches are those of one batch; gives what is called behind them."""
+        if has_backward:
+            parameters = itertools.chain.from_iterable(calls[0].parameters)
+            self.look(parameters, sum(call.num_microbatches for call in calls))
+        hooks = (hook for call in calls for _, _, hook in call.hooks)
+        arguments = [pair for call in calls for pair in zip(call.args, call.kwargs, strict=True)]
+        return self.begin(hooks, arguments, calls[0].loss_fn)
+
+    def begin_on_host(self, arguments: Sequence[Any], loss_fn: Any = None) -> Callable[[], None]:
+        """The same of a whole model that runs on the host, given the arguments of microbatches."""
+        hooks = (hook for module in hooked_modules(self._model) for hook in forward_hooks(module))
+        return self.begin(hooks, arguments, loss_fn)
+
+    def begin(self, hooks: Iterable[Any], arguments: Sequence[Any], loss_fn: Any) -> Callable[[], None]:
+        """Look at what forward hooks have; what it gives warns of what they have left since.
+
+        Args:
+            arguments: of each microbatch.
+            loss_fn: gets those of each microbatch, so that what it may read counts as used.
+        """
+        last = batched_leaf(arguments[-1]) if len(arguments) > 1 and self.looks_at_kept else None
+        new = [] if not isinstance(last, torch.Tensor) else [*filter(self._is_to_look_at, hooks)]
+        if new and loss_fn is not None:
+            new = _not_read_by([loss_fn], new)
+        if not new or not isinstance(last, torch.Tensor):
+            return lambda: None
+        before, kept = snapshot_of_hooks(new), _KeptSamples(last, arguments)
+        return lambda: self._look_at_kept(new, before, kept)
+
+    def _is_to_look_at(self, hook: Any) -> bool:
+        """Whether a hook, which is counted, was not looked at often enough in this mode."""
+        key = id(hook), self._model.training, torch.is_grad_enabled()
+        _, number = self._looks.get(key, (hook, 0))
+        self._looks[key] = hook, number + 1
+        return number < _MOST_LOOKS and package_of(function_of(hook)) not in _OF_INTEGRATIONS
+
+    def _look_at_kept(self, hooks: Sequence[Any], before: PythonSnapshot, kept: _KeptSamples) -> None:
+        found = [place for place in before.diff() if place.identity not in self._told and kept.is_last_in(place)]
+        if found and len(own := _not_read_by(self._model.modules(), hooks)) < len(hooks):  # a forward takes it there
+            places = {place.identity for place in snapshot_of_hooks(own).reach.places}
+            found = [place for place in found if place.identity in places]
+        if not found:
+            return
+        self._told.update((place.identity, place) for place in found)
+        words = list(dict.fromkeys(place.words.removeprefix("a hook of Module.") for place in found))
+        more = f" and {len(words) - 3} more places" if len(words) > 3 else ""
+        warn(
+            f"{', '.join(words[:3])}{more}: a forward hook left tensors of the last of {kept.num_microbatches} "
+            "microbatches there, not those of the batch. Return them from forward, or set "
+            "RoundPipeRunConfig(num_microbatch=1)"
+        )
 
     def look(self, parameters: Iterable[torch.Tensor], num_microbatches: int) -> None:
         """Warn of those that these parameters have, in a call of so many microbatches."""
@@ -50,3 +120,51 @@ class HookWarnings:
             "in step_fn instead, with torch.nn.utils.clip_grad_value_(model.optim_parameters(), 0.1), or set "
             "RoundPipeRunConfig(num_microbatch=1)"
         )
+
+
+def _not_read_by(functions: Iterable[Any], hooks: Sequence[Any]) -> list[Any]:
+    """Those hooks that leave nothing where functions or modules may look for it."""
+    left = [(hook, Places.of(hook).left) for hook in hooks]
+    read = set().union(*(Places.of(function).found for function in functions))
+    return [hook for hook, places in left if read.isdisjoint(places)]
+
+
+class _KeptSamples:
+    """Tells which places have tensors with the rows of the last microbatch.
+
+    Args:
+        last: the tensor that tells its number of samples.
+        arguments: of each microbatch.
+    """
+
+    def __init__(self, last: torch.Tensor, arguments: Sequence[Any]) -> None:
+        self.num_microbatches = len(arguments)
+        self._number = last.shape[0]
+        self._rows = {self._number, self._number * (last.shape[1] if last.ndim > 1 else 1)}
+        """Of one tensor: samples, or for example tokens."""
+        firsts = map(batched_leaf, arguments)
+        self._total = sum(first.shape[0] for first in firsts if isinstance(first, torch.Tensor))
+
+    def is_last_in(self, place: Place) -> bool:
+        """Whether a place that has changed got such a tensor, other than beside those of all microbatches."""
+        held, now = place.held, place.now()
+        if isinstance(now, dict) and isinstance(held, dict):
+            new = [value for key, value in now.items() if held.get(key) is not value]
+        elif isinstance(now, Iterable) and isinstance(held, Sequence) and not isinstance(now, torch.Tensor):
+            before = {id(value) for value in held}
+            new = [[value for value in now if id(value) not in before]]
+        else:
+            new = [now]
+        return any(map(self._is_last, new))
+
+    def _is_last(self, value: Any, depth: int = 0) -> bool:
+        if isinstance(value, torch.Tensor):
+            return bool(value.ndim) and (
+                value.shape[0] in self._rows or value.ndim > 2 and value.shape[1] == self._number
+            )
+        if depth > 2 or not isinstance(value, (dict, list, tuple, set, deque)):
+            return False
+        items = list(value.values() if isinstance(value, dict) else value)
+        rows = [item.shape[0] for item in items if isinstance(item, torch.Tensor) and item.ndim]
+        is_of_all = not isinstance(value, dict) and sum(rows) >= self._total  # each was appended
+        return not is_of_all and any(self._is_last(item, depth + 1) for item in items)

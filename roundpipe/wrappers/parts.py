@@ -102,6 +102,7 @@ class Part:
             chain.exit = self._exit = SharingExit(*chain.specs[0].makes, *chain.specs[0].reads)
         self.name = self.name or self.session.name
         self.runner = ChainRunner(self.session, self.module, FixedChain(chain), self.name, RoundPipeRunConfig())
+        self.runner.hook_warnings.looks_at_kept = False  # a module whose hooks keep tensors leaves the devices
         self.stand_in = StandIn(self.module, self)
 
     @never_compiled  # it is the work of many threads
