@@ -85,14 +85,16 @@ class Kept:
 class KeptLeaf:
     """A value that a graph has computed, in the structure that is left."""
 
-    __slots__ = ("is_added", "is_number", "value")  # without attributes of its own it is a leaf of any structure
+    __slots__ = ("is_added", "is_in_rows", "is_number", "value")  # no attributes of its own: a leaf of any structure
 
-    def __init__(self, value: Any, *, is_number: bool, is_added: bool) -> None:
+    def __init__(self, value: Any, *, is_number: bool, is_added: bool, is_in_rows: bool = False) -> None:
         self.value = value
         self.is_number = is_number
         """Whether a number of Python's is left in place of a tensor."""
         self.is_added = is_added
         """Whether those of microbatches add up to that of the batch."""
+        self.is_in_rows = is_in_rows
+        """Whether they make it up one behind the other."""
 
 
 class _HolderPlace(NamedTuple):

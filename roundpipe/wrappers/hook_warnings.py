@@ -1,7 +1,7 @@
 """Warnings of hooks that make something else of microbatches than of the whole batch.
 
 Hooks of parameters, where what they make of parts of a gradient does not add up; and forward hooks, where the last
-microbatch's tensors take the place of those before.
+microbatch's tensors take the place of those before, as they do in a loss function that runs as it is.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from roundpipe.effects.places import Place, package_of
 from roundpipe.effects.snapshot import PythonSnapshot, snapshot_of_hooks
 from roundpipe.effects.uses import forward_hooks, function_of, hooked_modules
 from roundpipe.fx.passes.gradient_hooks import adds_up
+from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batched_leaf
 from roundpipe.runtime.weights.frozen_layers import hooks_of
 
 _MOST_LOOKS = 4
 """At what a hook leaves, in each mode: to find what it can reach takes a while."""
-_OF_INTEGRATIONS = frozenset({"accelerate", "peft", "torch", "transformers"})
+_OF_INTEGRATIONS = frozenset({"accelerate", "peft", "roundpipe", "torch", "transformers"})
 """Packages whose own hooks keep nothing for the user."""
+_BY_HOOK = (
+    "a forward hook left tensors of the last of {number} microbatches there, not those of the batch. Return them from "
+    "forward, or set RoundPipeRunConfig(num_microbatch=1)"
+)
+_BY_LOSS = (
+    "loss_fn left the value of the last of {number} microbatches, not that of the batch. Append to a list, which gets "
+    "the values of all, or set RoundPipeRunConfig(num_microbatch=1)"
+)
+"""Of one that has run as it is. What one leaves whose graph has run is put there later, and looked at there."""
 
 
 class HookWarnings:
@@ -60,29 +70,39 @@ class HookWarnings:
         return self.begin(hooks, arguments, loss_fn)
 
     def begin(self, hooks: Iterable[Any], arguments: Sequence[Any], loss_fn: Any) -> Callable[[], None]:
-        """Look at what forward hooks have; what it gives warns of what they have left since.
+        """Look at what forward hooks and a loss function have; what it gives warns of what they have left since.
 
         Args:
             arguments: of each microbatch.
-            loss_fn: gets those of each microbatch, so that what it may read counts as used.
+            loss_fn: is looked at, too. It gets what hooks have left of each microbatch, so that this counts as used.
         """
         last = batched_leaf(arguments[-1]) if len(arguments) > 1 and self.looks_at_kept else None
-        new = [] if not isinstance(last, torch.Tensor) else [*filter(self._is_to_look_at, hooks)]
-        if new and loss_fn is not None:
-            new = _not_read_by([loss_fn], new)
-        if not new or not isinstance(last, torch.Tensor):
+        if not isinstance(last, torch.Tensor):
             return lambda: None
-        before, kept = snapshot_of_hooks(new), _KeptSamples(last, arguments)
-        return lambda: self._look_at_kept(new, before, kept)
+        hooks, losses = list(hooks), []
+        if loss_fn is not None:
+            own = _not_read_by([loss_fn], hooks) if hooks else []
+            is_alone = len(own) == len(hooks) and self._is_to_look_at(loss_fn, code_of(loss_fn))
+            losses = [loss_fn] if is_alone and Places.of(loss_fn).left else []  # what it gets of hooks is not its own
+            hooks = own
+        new = [hook for hook in hooks if self._is_to_look_at(hook, hook)]
+        kept = _KeptSamples(last, arguments)
+        before = [(text, own, snapshot_of_hooks(own)) for text, own in ((_BY_HOOK, new), (_BY_LOSS, losses)) if own]
 
-    def _is_to_look_at(self, hook: Any) -> bool:
-        """Whether a hook, which is counted, was not looked at often enough in this mode."""
-        key = id(hook), self._model.training, torch.is_grad_enabled()
-        _, number = self._looks.get(key, (hook, 0))
-        self._looks[key] = hook, number + 1
-        return number < _MOST_LOOKS and package_of(function_of(hook)) not in _OF_INTEGRATIONS
+        def look() -> None:
+            for text, own, snapshot in before:
+                self._look_at_kept(text, own, snapshot, kept)
 
-    def _look_at_kept(self, hooks: Sequence[Any], before: PythonSnapshot, kept: _KeptSamples) -> None:
+        return look
+
+    def _is_to_look_at(self, function: Any, subject: Any) -> bool:
+        """Whether a function, known by a subject that is counted, was not looked at often enough in this mode."""
+        key = id(subject), self._model.training, torch.is_grad_enabled()
+        _, number = self._looks.get(key, (subject, 0))
+        self._looks[key] = subject, number + 1
+        return number < _MOST_LOOKS and package_of(function_of(function)) not in _OF_INTEGRATIONS
+
+    def _look_at_kept(self, text: str, hooks: Sequence[Any], before: PythonSnapshot, kept: _KeptSamples) -> None:
         found = [place for place in before.diff() if place.identity not in self._told and kept.is_last_in(place)]
         if found and len(own := _not_read_by(self._model.modules(), hooks)) < len(hooks):  # a forward takes it there
             places = {place.identity for place in snapshot_of_hooks(own).reach.places}
@@ -90,13 +110,9 @@ class HookWarnings:
         if not found:
             return
         self._told.update((place.identity, place) for place in found)
-        words = list(dict.fromkeys(place.words.removeprefix("a hook of Module.") for place in found))
+        words = list(dict.fromkeys(map(_words_of, found)))
         more = f" and {len(words) - 3} more places" if len(words) > 3 else ""
-        warn(
-            f"{', '.join(words[:3])}{more}: a forward hook left tensors of the last of {kept.num_microbatches} "
-            "microbatches there, not those of the batch. Return them from forward, or set "
-            "RoundPipeRunConfig(num_microbatch=1)"
-        )
+        warn(f"{', '.join(words[:3])}{more}: {text.format(number=kept.num_microbatches)}")
 
     def look(self, parameters: Iterable[torch.Tensor], num_microbatches: int) -> None:
         """Warn of those that these parameters have, in a call of so many microbatches."""
@@ -120,6 +136,13 @@ class HookWarnings:
             "in step_fn instead, with torch.nn.utils.clip_grad_value_(model.optim_parameters(), 0.1), or set "
             "RoundPipeRunConfig(num_microbatch=1)"
         )
+
+
+def _words_of(place: Place) -> str:
+    """A place that `snapshot_of_hooks` has found; of the attributes of an object that is called, which have changed."""
+    if place.words == "a hook of Module":
+        return f"its {', '.join(place.changed_items())}"
+    return place.words.removeprefix("a hook of Module.")
 
 
 def _not_read_by(functions: Iterable[Any], hooks: Sequence[Any]) -> list[Any]:

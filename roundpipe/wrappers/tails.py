@@ -38,6 +38,7 @@ from roundpipe.fx.passes.counted_losses import (
     count_losses,
     made_by_numbers,
     mixing_of_losses,
+    note_kept_rows,
     places_of_numbers,
 )
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Made, made_by_calls, tried_on_numbers
@@ -244,6 +245,8 @@ class TailSource:
             if counted is None and mixing is None:
                 is_sum = are_sums(traced, call.chain.own_losses, whole, rowless)
                 mixing = "sum" if is_sum else self._numbers(call, examples)
+        if call.total_microbatches > 1:
+            note_kept_rows(traced, whole, rowless)
         tail = JoinedTail(last, exit, traced)
         known = _KnownTail(
             weakref.ref(call.chain), function, call.total_microbatches, call.weighs_terms, traced, tail, counted, mixing

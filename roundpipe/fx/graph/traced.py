@@ -98,6 +98,8 @@ class TracedGraph:
     """Of a loss function."""
     added: frozenset[str] = frozenset()
     """Names of values that are kept, and of which those of microbatches add up to that of the batch."""
+    in_rows: frozenset[str] = frozenset()
+    """Names of values that are kept, and have a row for each sample, made of this sample alone."""
     read_numbers: Mapping[float, str] = field(default_factory=dict)
     """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides. And where,
     if they are made of all samples, else empty."""

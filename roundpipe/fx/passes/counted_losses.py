@@ -24,7 +24,7 @@ from roundpipe.fx.passes.loss_state import has_state
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, factors_of, weigh
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of, worst
-from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
+from roundpipe.fx.passes.sample_sums import SampleSum, nodes_in_rows, sample_sums
 
 Rowless = Mapping[trees.Path, bool]
 """Places of outputs without a dimension for samples, and whether they are made of these."""
@@ -208,15 +208,32 @@ def _kept_sizes(loss: TracedGraph, whole: Collection[trees.Path]) -> Iterator[No
     return (node for node, size in sizes if is_in_proportion(size, numbers))
 
 
+def note_kept_rows(loss: TracedGraph, whole: Collection[trees.Path], rowless: Rowless) -> None:
+    """Note in a graph which of the values that are kept have a row for each sample.
+
+    ``whole``, ``rowless``: see `count_losses`.
+    """
+    kept = {node for node, value in _kept_nodes(loss) if isinstance(value, torch.Tensor) and value.ndim}
+    if kept:
+        loss.in_rows = frozenset(node.name for node in kept & nodes_in_rows(loss, *_by_rows(loss, whole, rowless)))
+
+
 def _sums(loss: TracedGraph, whole: Collection[trees.Path], rowless: Rowless) -> dict[Node, SampleSum]:
     """The sums and means over samples."""
+    return sample_sums(loss, *_by_rows(loss, whole, rowless))
+
+
+def _by_rows(
+    loss: TracedGraph, whole: Collection[trees.Path], rowless: Rowless
+) -> tuple[Collection[Node], Collection[Node]]:
+    """Arguments of the samples, and those that each microbatch has as a whole."""
     places = {node: loss.input_paths[node.name] for node in loss.placeholders}
     of_model = [(node, tuple(path)) for node, (_, (_, argument), *path) in places.items() if argument == OUTPUTS]
     outputs = [node for node, path in of_model if path not in rowless]
     in_one = [node for node, path in of_model if path in rowless]
     of_label = ((node, tuple(path)) for node, (_, (_, argument), *path) in places.items() if argument == LABEL)
     in_one += [node for node, path in of_label if path in whole]
-    return sample_sums(loss, outputs, in_one)
+    return outputs, in_one
 
 
 def _by_weights(loss: TracedGraph, losses: Any, weights: Any, of_label: ArgumentValues) -> CountedLosses | None:

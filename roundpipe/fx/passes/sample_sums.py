@@ -10,7 +10,7 @@ Invariant: what is not known to be made row by row is not among them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,19 +59,10 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
         outputs: its arguments of the samples, such as what the model has made of them.
         whole: its arguments that each microbatch has as a whole.
     """
-    tensors = {node: value for node in loss.placeholders if isinstance(value := value_of(node), torch.Tensor)}
-    shapes = {node: tuple(map(hint, tensor.shape)) for node, tensor in tensors.items()}
-    fixed = {size for tensor in tensors.values() for size in tensor.shape if isinstance(size, int)}
-    primes = (int(sympy.prime(position)) for position in itertools.count(int(sympy.primepi(_SMALLEST))))
-    varying = {size for shape in shapes.values() for size in shape if size > 1} - fixed
-    sizes = dict(zip(sorted(varying), primes, strict=False))
-    moved = {node: tuple(sizes.get(size, size) for size in shape) for node, shape in shapes.items()}
-    batched = [moved[node] for node in outputs if isinstance((*tensors[node].shape, 0)[0], torch.SymInt)]
+    forms = _forms_of(loss)
     found: dict[Node, SampleSum] = {}
     for number in (1, 2):
-        for axes in {shape[:number]: None for shape in batched if len(shape) >= number and min(shape[:number]) > 1}:
-            with_rows = tuple(n for n, shape in moved.items() if shape[:number] == axes and n not in whole)
-            forms = {node: (shape, tensors[node].dtype) for node, shape in moved.items()}
+        for with_rows in _groups(forms, outputs, whole, number):
             for node, each in _over(loss, forms, with_rows, number).items():
                 known = found.get(node, SampleSum(each.is_mean, ()))
                 if number == 1 and each.is_mean and not _has_alike(node, with_rows):
@@ -82,8 +73,57 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
     return found
 
 
+def nodes_in_rows(loss: TracedGraph, outputs: Collection[Node], whole: Collection[Node]) -> set[Node]:
+    """The nodes whose first dimension is that of the samples, of which each row is made of its own sample alone.
+
+    Those of microbatches make up that of the batch, one behind the other. Arguments: see `sample_sums`.
+    """
+    forms, found = _forms_of(loss), set[Node]()
+    for with_rows in _groups(forms, outputs, whole, 1):
+        watch, values = _run(loss, forms, with_rows, 1)
+        tensors = {node: value for node, value in values.items() if isinstance(value, torch.Tensor) and value.ndim}
+        rows = {node: watch.rows(tensor) for node, tensor in tensors.items()}
+        found |= {node for node, (first, *others) in rows.items() if first is not None and not any(others)}
+    return found
+
+
+def _forms_of(loss: TracedGraph) -> Forms:
+    """Those of a graph's arguments, with a prime in place of each size that may be another one."""
+    tensors = {node: value for node in loss.placeholders if isinstance(value := value_of(node), torch.Tensor)}
+    shapes = {node: tuple(map(hint, tensor.shape)) for node, tensor in tensors.items()}
+    fixed = {size for tensor in tensors.values() for size in tensor.shape if isinstance(size, int)}
+    primes = (int(sympy.prime(position)) for position in itertools.count(int(sympy.primepi(_SMALLEST))))
+    varying = {size for shape in shapes.values() for size in shape if size > 1} - fixed
+    sizes = dict(zip(sorted(varying), primes, strict=False))
+    return {
+        node: (tuple(sizes.get(size, size) for size in shape), tensors[node].dtype) for node, shape in shapes.items()
+    }
+
+
+def _groups(
+    forms: Forms, outputs: Collection[Node], whole: Collection[Node], num_axes: int
+) -> Iterator[tuple[Node, ...]]:
+    """Arguments that are as long in their leading dimensions as some of the samples."""
+    values = ((node, value_of(node)) for node in outputs)
+    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor)]
+    shapes = [forms[node][0] for node, value in tensors if isinstance((*value.shape, 0)[0], torch.SymInt)]
+    for axes in {shape[:num_axes]: None for shape in shapes if len(shape) >= num_axes and min(shape[:num_axes]) > 1}:
+        yield tuple(node for node, (shape, _) in forms.items() if shape[:num_axes] == axes and node not in whole)
+
+
 def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
+    watch, values = _run(loss, forms, with_rows, num_axes)
+    of_calls = ((node, flat_tensors(value)) for node, value in values.items() if node.op.startswith("call_"))
+    found = {node: watch.found(tensors[0]) for node, tensors in of_calls if len(tensors) == 1}
+    counted = tuple((node, num_axes) for node in with_rows)
+    return {node: SampleSum(kind == "mean", counted) for node, kind in found.items() if isinstance(kind, str)}
+
+
+def _run(
+    loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int
+) -> tuple[RowWatch, Mapping[Node, Any]]:
+    """Runs a graph on fakes: what is known of rows, and the values, as far as it came."""
     mode = static_mode()
     inside = modules_in(loss.model)
     with code_at_other_sizes(), mode, torch.no_grad(), preserved_random_state(), python_restored(inside):
@@ -97,10 +137,7 @@ def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes
             for node in loss.graph.nodes:
                 if node.op != "output":
                     run.values[node] = run.run_node(node)
-    of_calls = ((node, flat_tensors(value)) for node, value in run.values.items() if node.op.startswith("call_"))
-    found = {node: watch.found(tensors[0]) for node, tensors in of_calls if len(tensors) == 1}
-    counted = tuple((node, num_axes) for node in with_rows)
-    return {node: SampleSum(kind == "mean", counted) for node, kind in found.items() if isinstance(kind, str)}
+    return watch, run.values
 
 
 def _has_alike(mean: Node, with_rows: tuple[Node, ...]) -> bool:

@@ -50,7 +50,7 @@ class JoinedTail:
     def __init__(self, layer: Layer, exit: OutputExit, loss: TracedGraph) -> None:
         self._loss: nn.Module = (joined := whole_graph(loss))
         self._template = loss.output
-        self._kept, self._added = loss.kept, loss.added
+        self._kept, self._added, self._in_rows = loss.kept, loss.added, loss.in_rows
         self._note_kept: NoteKept | None = None
         self._first_microbatch = 0
         self._arguments = dict(loss.input_paths)
@@ -118,8 +118,9 @@ class JoinedTail:
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, OutputValue):
                 return leaf
-            is_number, is_added = isinstance(leaf, OutputNumber), leaf.name in self._added
-            return KeptLeaf(made[leaf.name], is_number=is_number, is_added=is_added)
+            is_number, name = isinstance(leaf, OutputNumber), leaf.name
+            is_added, is_in_rows = name in self._added, name in self._in_rows
+            return KeptLeaf(made[name], is_number=is_number, is_added=is_added, is_in_rows=is_in_rows)
 
         if microbatch is not None and self._note_kept is not None:
             values = [trees.map_leaves(value, kept) for _, value in self._kept]

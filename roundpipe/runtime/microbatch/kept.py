@@ -1,11 +1,13 @@
 """What the microbatches of a call leave in Python, put there once the call is over, as the whole batch would.
 
-A mean that the graph of the loss weighs adds up to that of the batch. Of anything else the last microbatch's stays, or
-all of them where each is appended to a list, in the order of the samples.
+A mean that the graph of the loss weighs adds up to that of the batch, and what has a row for each sample is put
+together. Of anything else the last microbatch's stays, or all of them where each is appended to a list, in the order of
+the samples.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -42,7 +44,7 @@ class KeptOfCall:
             num_ranks: that have parts of the batch, of which the means are weighed in all.
 
         Returns:
-            In words, the places that have a number of the last microbatch alone, where others had other numbers.
+            In words, the places that have a value of the last microbatch alone, where others had other values.
         """
         if not self._values:
             return []
@@ -80,18 +82,29 @@ def _on_host(leaf: Any) -> Any:
     """The same without a graph."""
     if not isinstance(leaf, KeptLeaf) or not isinstance(leaf.value, torch.Tensor):
         return leaf
-    return KeptLeaf(leaf.value.detach().cpu(), is_number=leaf.is_number, is_added=leaf.is_added)
+    other = copy.copy(leaf)
+    other.value = leaf.value.detach().cpu()
+    return other
 
 
 def _is_of_last(leaves: Sequence[Any]) -> bool:
-    """Whether microbatches have given other numbers for one place, which do not make up one."""
-    if any(not isinstance(leaf, KeptLeaf) or _is_added(leaf) for leaf in leaves):
+    """Whether microbatches have given other values for one place, which do not make up one."""
+    if any(not isinstance(leaf, KeptLeaf) or _is_added(leaf) for leaf in leaves) or _are_pieces(leaves):
         return False
-    values = [leaf.value for leaf in leaves]
-    if any(not isinstance(value, int | float) and value.numel() != 1 for value in values):
+    first, *others = (torch.as_tensor(leaf.value) for leaf in leaves)
+    return any(other.shape != first.shape or not _are_same(other, first) for other in others)
+
+
+def _are_same(first: torch.Tensor, other: torch.Tensor) -> bool:
+    are_nan = (first != first) & (other != other)
+    return bool(((first == other) | are_nan).all())
+
+
+def _are_pieces(leaves: Sequence[Any]) -> bool:
+    """Whether what microbatches give for one place is that of the batch, one behind the other."""
+    if len(leaves) < 2 or not all(isinstance(leaf, KeptLeaf) and leaf.is_in_rows for leaf in leaves):
         return False
-    first, *others = (value.item() if isinstance(value, torch.Tensor) else value for value in values)
-    return any(other != first and (other == other or first == first) for other in others)  # all may be nan
+    return len({leaf.value.shape[1:] for leaf in leaves}) == 1  # padding may differ
 
 
 def _plain(leaves: Sequence[Any], num_ranks: int) -> Any:
@@ -100,6 +113,8 @@ def _plain(leaves: Sequence[Any], num_ranks: int) -> Any:
     if not isinstance(last, KeptLeaf):
         return last
     value = last.value
+    if _are_pieces(leaves):
+        return torch.cat([leaf.value for leaf in leaves])
     if all(map(_is_added, leaves)) and len(leaves) > 1:
         value = functools.reduce(operator.add, [leaf.value for leaf in leaves]) * num_ranks
     return value.item() if last.is_number else value
