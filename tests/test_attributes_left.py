@@ -118,6 +118,20 @@ def test_a_number_that_is_given_stays_and_is_told_of():
     assert texts == []
 
 
+@pytest.mark.filterwarnings("ignore:.*module by module", "ignore:.*runs on the CPU")
+def test_without_gradients_a_batch_is_cut_and_that_is_told():
+    torch.manual_seed(0)
+    model, (x, _) = Regularised().to(DTYPE), batch()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped, torch.no_grad():
+        with pytest.warns(UserWarning, match="the attribute has that of the last microbatch alone"):
+            piped(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            piped(x)  # once
+            piped(x, roundpipe_run_config=RoundPipeRunConfig(1))
+            torch.testing.assert_close(model.loss, model.body(x).square().mean())
+
+
 class Flags(nn.Module):
     """Sets a flag of its own, and one that anybody may ask for."""
 

@@ -22,7 +22,7 @@ MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
-_Subject = Literal["buffers", "lists", "mixing", "rows", "scalars"]
+_Subject = Literal["buffers", "evaluation", "lists", "mixing", "rows", "scalars"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
@@ -151,15 +151,15 @@ class BatchWarnings:
         """
         is_whole = config.num_microbatch == 1 and not config.auto
         left = _LEFT_IN.get(cause)
-        if is_whole or left is not None and (has_loss or not config.requires_grad):
+        if is_whole or left is not None and has_loss:
             return config
         given = not self.may_choose(config)
         if left is not None:
-            words, place = left
+            (words, place), given = left, given or not config.requires_grad
             is_cut = "that of the last microbatch alone; with num_microbatch=1 that of the batch"
             text = is_cut if given else "that of the batch, which is not cut in such calls; num_microbatch cuts it"
             self._warn_once(
-                "mixing",
+                "mixing" if config.requires_grad else "evaluation",
                 f"{words}. Behind a call without a loss_fn {place} {text}. "
                 "forward_backward cuts batches in any case, and runs loss_fn for each microbatch with its own",
             )
