@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from roundpipe.core.allocations import Allocations
 from roundpipe.runtime.engine.loss_divisors import LossPart, ends_of, terms_of, verdict
 
 SCALE = nn.Parameter(torch.tensor(0.5))
@@ -129,3 +130,10 @@ def test_means_are_told_from_sums_and_from_what_a_number_of_microbatches_divides
 )
 def test_verdicts(terms, shares, expected):
     assert verdict(terms, shares) == expected
+
+
+def test_numbers_of_the_code_are_read_where_a_mode_counts_memory():
+    x = torch.randn(4, requires_grad=True)
+    with Allocations():
+        (term,) = terms_of(x.sum() / 50)
+    assert term.divisor() == 50

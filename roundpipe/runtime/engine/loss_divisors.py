@@ -234,4 +234,9 @@ def _shape(edge: Edge) -> Sequence[int]:
 
 def _small(scalar: torch.Tensor | float) -> torch.Tensor | float:
     """A scalar in memory of its own, without autograd."""
-    return scalar.detach().clone() if isinstance(scalar, torch.Tensor) else scalar
+    if not isinstance(scalar, torch.Tensor):
+        return scalar
+    with (
+        torch.no_grad()
+    ):  # where a mode counts memory, operators take a number of the code's for no tensor to be cloned
+        return torch.empty(scalar.shape, dtype=scalar.dtype, device=scalar.device).copy_(scalar)
