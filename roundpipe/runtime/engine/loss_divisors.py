@@ -236,7 +236,5 @@ def _small(scalar: torch.Tensor | float) -> torch.Tensor | float:
     """A scalar in memory of its own, without autograd."""
     if not isinstance(scalar, torch.Tensor):
         return scalar
-    with (
-        torch.no_grad()
-    ):  # where a mode counts memory, operators take a number of the code's for no tensor to be cloned
+    with torch.no_grad():  # where a mode counts memory, operators take a number of the code's for no tensor
         return torch.empty(scalar.shape, dtype=scalar.dtype, device=scalar.device).copy_(scalar)
