@@ -174,3 +174,45 @@ def test_a_number_of_all_samples_that_may_be_a_size_keeps_the_batch_whole(scale:
     with roundpipe.compile(model, devices=["cpu"] * 2) as pipe, torch.no_grad():
         with pytest.warns(UserWarning, match="mixes the samples of a batch: the number that is read at .*test_numbers"):
             assert_close(pipe(x, lengths), model(x, lengths))
+
+
+@pytest.mark.parametrize("number", [5, 4, 3, 2])
+def test_microbatches_of_one_sample_meet_the_others(number: int) -> None:
+    """Their graph serves no batch, so that it has their own numbers: the batch is not cut."""
+    x, lengths, label = example()
+    model = OwnLoss(lambda losses, lengths: (losses * lengths).sum() / lengths.sum().item())
+    eager = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+        for batch in ((x, lengths, label), (x[:number], lengths[:number], label[:number])):
+            model.zero_grad()
+            eager.zero_grad()
+            loss, expected = pipe(*batch), eager(*batch)
+            loss.backward()
+            expected.backward()
+            assert_close(loss, expected)
+            assert_close(gradients(model), gradients(eager))
+
+
+class Images(nn.Module):
+    """Puts images in the places of their tokens, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.vision, self.head = nn.Embedding(9, WIDTH), nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        embedded, features = self.tokens(ids), self.vision(images).flatten(0, 1)
+        number = (ids == 0).sum().item()
+        if number != features.shape[0] or number > ids.numel():
+            raise ValueError(f"{number} tokens, {features.shape[0]} features")
+        return self.head(embedded.masked_scatter((ids == 0)[..., None], features))
+
+
+def test_whether_there_are_as_many_is_asked_of_each_microbatch() -> None:
+    torch.manual_seed(0)
+    ids, images = torch.randint(1, 9, (NUM_SAMPLES, 7)), torch.randn(NUM_SAMPLES, 2, 4)
+    ids[:, 2:4] = 0
+    model = Images()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert_close(pipe(ids, images), model(ids, images))

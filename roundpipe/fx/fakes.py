@@ -40,7 +40,7 @@ from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import is_transformed, unseen
 from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
-from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of, flat_tensors
+from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of, flat_tensors
 from roundpipe.fx.twin import make_twin
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
@@ -277,10 +277,14 @@ class FakeWorld:
             if isinstance(size, sympy.Symbol)
         }
 
-    def decisions(self) -> SizeSystem:
-        """What code decided by numbers of samples alone, which dimension 0 counts."""
+    def decisions(self, read: Collection[float] = ()) -> SizeSystem:
+        """What code decided by numbers of samples alone, which dimension 0 counts.
+
+        Whether there are as many as data say, which gave the numbers that were ``read``, each piece of a batch decides.
+        """
         numbers = {symbol: place for symbol, place in self.symbols().items() if not place[1]}
-        return SizeSystem(numbers, self.shapes.decisions)
+        asked = self.shapes.decisions.items()
+        return SizeSystem(numbers, {holds: place for holds, place in asked if not equates_with(holds, read)})
 
     def serves_too(self, assumption: sympy.Basic) -> bool:
         """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""

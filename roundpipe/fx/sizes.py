@@ -7,7 +7,7 @@ It tells the assumptions of the model's own Python ("glue") from those that an o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -181,6 +181,11 @@ def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
 
 def _asks_for_one(holds: sympy.Basic) -> bool:
     return isinstance(holds, (sympy.Eq, sympy.Ne)) and 1 in holds.args
+
+
+def equates_with(holds: sympy.Basic, numbers: Collection[float]) -> bool:
+    """Whether it says if a size is one of some numbers."""
+    return isinstance(holds, (sympy.Eq, sympy.Ne)) and any(each.is_number and each in numbers for each in holds.args)
 
 
 @functools.lru_cache(maxsize=4096)  # operators ask the same of the same sizes again and again

@@ -11,7 +11,7 @@ import copy
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -78,8 +78,6 @@ class TracedSource:
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
-        self._needs: frozenset[Need] = frozenset()
-        """What every trace is known to need."""
         self._noted_written = self._noted_compiled = False
         self._others: dict[LowerOptions, TracedSource] = {options: self}
         """All that cut the model know each other."""
@@ -257,8 +255,11 @@ class TracedSource:
             with interrupts_held(), garbage_kept():
                 traced, chain = self._lowered(args, kwargs, why, batch)
                 if batch is not None and _is_piece((args, kwargs), batch) and _mixes_numbers(traced, chain):
-                    self._needs |= {Need.OWN_NUMBERS}
-                    traced, chain = self._lowered(args, kwargs, Need.OWN_NUMBERS.value, batch)
+                    need = Need.OWN_NUMBERS
+                    traced, chain = self._lowered(args, kwargs, need.value, batch, [need])
+                    chain.mixes_samples = (
+                        chain.mixes_samples or "its code computes with numbers that it reads from data"
+                    )
         finally:
             forget_worlds()
         guards = traced.guards
@@ -275,16 +276,21 @@ class TracedSource:
         return chain
 
     def _lowered(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: object, batch: Arguments | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: object,
+        batch: Arguments | None,
+        needs: Collection[Need] = (),
     ) -> tuple[GuardedGraph, LayerChain]:
         """A graph and its layers, with seconds in the log."""
         began_s, kind = time.perf_counter(), type(self._model).__name__
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         with torch.enable_grad():
-            traced = self._graph_for(args, kwargs, batch)
+            traced = self._graph_for(args, kwargs, batch, needs)
         if not records_gradients and traced.guards.grad_matters:
-            traced = self._graph_for(args, kwargs, batch)  # its code asked
+            traced = self._graph_for(args, kwargs, batch, needs)  # its code asked
         traced_s = time.perf_counter() - began_s
         logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
         chain = lower(traced, self._options, [layer for _, first in self._traces[-1:] for layer in first]).chain
@@ -317,16 +323,19 @@ class TracedSource:
             f"written. {advice}"
         )
 
-    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> GuardedGraph:
+    def _graph_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None, needs: Collection[Need]
+    ) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
         reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
             traced = trace(
-                self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch, needs=self._needs
+                self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch, needs=needs
             )
         traced.guards.restrict(reads)
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
-            return self._graph_for(args, kwargs, None)  # it does not serve the whole, so a piece decides by itself
+            own = {*needs, Need.OWN_NUMBERS}  # it does not serve the whole, so a piece decides by itself
+            return self._graph_for(args, kwargs, None, own)
         return traced
 
 

@@ -117,8 +117,8 @@ class BatchWarnings:
                 self._warn_once(
                     "buffers",
                     f"its forward changes the buffer {buffer}, and does so for each microbatch, as plain PyTorch does "
-                    "where it accumulates gradients: the buffer ends with another value than after one batch. With "
-                    "num_microbatch=1 it does not",
+                    "where it accumulates gradients: unless that comes to the same, as a running maximum does, the "
+                    "buffer ends with another value than after one batch. With num_microbatch=1 it does not",
                 )
             return config
         else:

@@ -305,9 +305,27 @@ def test_buffers_that_a_batch_reads_and_changes_are_found(make: Callable[[Any], 
         assert where(make(run)) == ""
 
 
+def counting(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Samples and some of their values, which add up."""
+    model.calls += len(x)
+    model.calls.add_((x > 0).sum())
+    return x
+
+
+def setting(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.centre.copy_(torch.linspace(0, 1, WIDTH))
+    model.calls.zero_()
+    return x
+
+
+def stepping(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return x
+
+
 @pytest.mark.parametrize("make", [Keeping, in_a_leaf])
 def test_buffers_that_a_batch_only_changes_are_found(make: Callable[[Any], nn.Module]) -> None:
-    for run, name in ((only_kept, "centre"), (normed, "")):
+    for run, name in ((only_kept, "centre"), (stepping, "calls"), (normed, ""), (counting, ""), (setting, "")):
         traced = trace(make(run), (torch.randn(6, WIDTH),), {})
         assert dependence_of_samples(traced).changed_buffer.rpartition(".")[2] == name
 

@@ -103,6 +103,8 @@ class TracedGraph:
     read_numbers: Mapping[float, str] = field(default_factory=dict)
     """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides. And where,
     if they are made of all samples, else empty."""
+    has_own_numbers: bool = False
+    """Whether these are the piece's own where code computes with them, and not those of its batch."""
     example_elements: int = 0
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)

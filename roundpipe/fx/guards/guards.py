@@ -110,7 +110,7 @@ class Guards:
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments)
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
-        self.decisions = world.decisions()
+        self.decisions = world.decisions(values.numbers)
         """What the glue decided by numbers of samples alone; of a graph for one sample, what it decides for two."""
         self._operators = [SizeSystem(world.symbols(), world.shapes.size_assumptions())]
         positions = self._glue.positions.items()

@@ -48,6 +48,12 @@ class NumberOfPiece(int):
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
 
+    def __eq__(self, other: object) -> Any:
+        return int(self) == (int(other) if isinstance(other, NumberOfPiece) else other)
+
+    def __ne__(self, other: object) -> Any:
+        return int(self) != (int(other) if isinstance(other, NumberOfPiece) else other)
+
     __hash__ = int.__hash__
 
 
@@ -66,10 +72,16 @@ def whole_operands(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
+_FRACTIONS = (operator.truediv, operator.pow)
+"""With a size they are refused, since that is the piece's: the batch runs whole."""
+
+
 def _arithmetic(function: Callable[..., Any], is_reflected: bool = False) -> Callable[[NumberOfPiece, Any], Any]:
     """What is an integer may be a size yet; a number with a fraction is not."""
 
     def computed(number: NumberOfPiece, other: Any) -> Any:
+        if isinstance(other, torch.SymInt) and function not in _FRACTIONS:
+            return function(*((other, int(number)) if is_reflected else (int(number), other)))
         if not isinstance(other, int | float):
             return NotImplemented
         numbers = [each for each in (number, other) if isinstance(each, NumberOfPiece)]
@@ -96,6 +108,8 @@ def _order(function: Callable[[Any, Any], bool], least: int) -> Callable[[Number
     """Compared with ``least``, it tells whether there are any."""
 
     def compared(number: NumberOfPiece, other: Any) -> Any:
+        if isinstance(other, torch.SymInt | torch.SymFloat):
+            return function(int(number), other)  # a size of the piece's
         if not isinstance(other, int | float):
             return NotImplemented
         if not isinstance(other, NumberOfPiece) and other <= least:

@@ -92,6 +92,8 @@ class DependenceWatch(TorchDispatchMode):
         """Those in modules of torch's own."""
         self._written: set[str] = set()
         """Those that a forward changes in another way for each microbatch than once for the batch."""
+        self._left_otherwise: set[str] = set()
+        """Those of them that end with another value."""
 
     def put(self, tensor: torch.Tensor, known: Known) -> None:
         self._known[id(tensor)] = known
@@ -104,19 +106,25 @@ class DependenceWatch(TorchDispatchMode):
         if is_torchs:
             self._torchs.add(name)
 
-    def note_written(self, name: str, values: Sequence[torch.Tensor]) -> None:
-        """A buffer gets a value made of these. What torch makes of weights alone converges, as in a spectral norm."""
+    def note_written(self, name: str, values: Sequence[torch.Tensor], *, adds_up: bool = False) -> None:
+        """A buffer gets a value made of these. What torch makes of weights alone converges, as in a spectral norm.
+
+        ``adds_up``: those of microbatches leave it with the value that the batch would.
+        """
         known = list(map(self.known, values))
         of_samples = any(each.level or self.dims(value) for each, value in zip(known, values, strict=True))
         of_weights = any(each.is_weight or each.is_learned for each in known)
         if of_samples or not (of_weights and name in self._torchs):
             self._written.add(name)
+            if not adds_up:
+                self._left_otherwise.add(name)
 
     def put_state(self, output: torch.Tensor, buffers: Collection[str]) -> None:
         """An output is of a module that writes these and could not be followed: it may read them as well."""
         if buffers:
             self.put(output, replace(self.known(output), states=self.known(output).states.union(buffers)))
             self._written.update(buffers)
+            self._left_otherwise.update(buffers)
 
     def known(self, tensor: torch.Tensor) -> Known:
         return self._known.get(id(tensor)) or (NOTHING if is_fake(tensor) else STORED)
@@ -183,7 +191,7 @@ class DependenceWatch(TorchDispatchMode):
     @property
     def changed_buffer(self) -> str:
         """See `SampleDependence`."""
-        return next(iter(sorted(self._written - self._torchs)), "")
+        return next(iter(sorted(self._left_otherwise - self._torchs)), "")
 
     def blocks(self, output: torch.Tensor) -> Blocks:
         """How the rows of an output are ordered along its first dimension."""
@@ -289,7 +297,17 @@ class DependenceWatch(TorchDispatchMode):
                 self.carry([base, *call.sources], [base], found, takes_integers=True)
                 self.put(base, replace(self.known(base), sample=sample))
             if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
-                self.note_written(name, [value for value in call.inputs if value is not tensor])
+                values = [value for value in call.inputs if value is not tensor]
+                self.note_written(name, values, adds_up=self._adds_up(call, values))
+
+    def _adds_up(self, call: DependenceCall, values: Sequence[torch.Tensor]) -> bool:
+        """Whether a write adds a count, or puts in what is the same each time."""
+        if call.name in ("copy", "fill", "zero"):
+            return not any(self.known(each).level or self.known(each).states or self.dims(each) for each in values)
+        if call.name != "add":
+            return False
+        counts = all(self.is_sum(each) and not is_float(each) for each in values)
+        return counts if values else self.is_their_number(call.values.get("other"))
 
     def carry(
         self,

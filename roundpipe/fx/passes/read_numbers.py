@@ -9,7 +9,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 
 _OPERATIONS = frozenset("mul rmul imul multiply div rdiv truediv rtruediv itruediv true_divide divide pow rpow".split())
 _LEAST = 3
-"""What is smaller is as likely a number of the code's."""
+"""What is smaller is as likely a number of the code's, unless the numbers of a batch's pieces differ."""
 
 
 def is_read(traced: TracedGraph, number: float) -> bool:
@@ -19,12 +19,13 @@ def is_read(traced: TracedGraph, number: float) -> bool:
 
 def where_sums_are_read(traced: TracedGraph) -> str:
     """What reads a number made of all samples, by which something is multiplied or divided; empty if nothing does."""
+    least = 1 if traced.has_own_numbers else _LEAST
     for node in traced.graph.nodes if any(traced.read_numbers.values()) else ():
         value = value_of(node)
         if called_name(node) not in _OPERATIONS or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         for number in (each for each in node.args if type(each) in (int, float) and each):
             for read in (number, 1 / number):
-                if read >= _LEAST and (where := traced.read_numbers.get(read, "")):
+                if read >= least and (where := traced.read_numbers.get(read, "")):
                     return f"the number that is read at {where} is made of all of them"
     return ""

@@ -379,8 +379,12 @@ def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
     return any(map(is_or_has, (*args, *kwargs.values())))
 
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
 def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether a module is of torch's own, or a norm that was made of one."""
+    return type(module).__module__.startswith("torch.nn.") or isinstance(module, _NORMS)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

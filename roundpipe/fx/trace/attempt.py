@@ -160,7 +160,7 @@ class Attempt:
         traced = builder.traced
         graph = traced.graph
         values = ValueProgram(traced, self.recorder.data.reader.reads)
-        traced.read_numbers = values.numbers
+        traced.read_numbers, traced.has_own_numbers = values.numbers, Need.OWN_NUMBERS in self._knowledge.needs
         for name, read in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
                 words = f"the forward takes a decision on buffer {name}, which it also changes"
