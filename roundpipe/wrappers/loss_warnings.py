@@ -166,7 +166,7 @@ class LossWarnings:
         self._looked_at.add(code)
         kind, logged = find_kind()
         self.look_at_logs(logged, number, "sum")
-        if kind is None and any(term.is_mean(number) for each in weights for term in each.added_terms):
+        if kind is None and any(term.is_mean() for each in weights for term in each.added_terms):
             kind = "mean"
         text = _ADDED if kind == "mean" else None if kind is None else _OF_LOSS_FN.get(kind)
         if text is not None:

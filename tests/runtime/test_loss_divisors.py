@@ -90,23 +90,26 @@ def test_terms(name):
 
 def test_outputs_that_are_leaves_or_scalars_or_not_known():
     leaf = torch.randn(4, requires_grad=True)
-    assert terms_of(leaf.mean(), ends_of(leaf)) == [LossPart(DIVIDED, (4.0,), num_own=1)]
+    assert terms_of(leaf.mean(), ends_of(leaf)) == [LossPart(DIVIDED, (4.0,), others=())]
     scalar = leaf.mean()
     assert terms_of(scalar / 3, ends_of(scalar)) == [LossPart(UNKNOWN, (3.0,))]
-    assert terms_of(scalar) == [LossPart(DIVIDED, (4.0,), num_own=1)]
+    assert terms_of(scalar) == [LossPart(DIVIDED, (4.0,), others=())]
     assert terms_of(scalar.sqrt()) == [LossPart(UNKNOWN)], "it may be of weights"
     assert terms_of(scalar.detach()) == [LossPart(UNKNOWN)]
     assert ends_of([leaf.detach(), 3]) == frozenset()
 
 
-def test_means_are_told_from_sums_and_from_what_a_number_of_microbatches_divides():
+def test_means_are_told_from_sums_and_from_what_something_else_divides():
     x = torch.randn(4, 6, requires_grad=True)
     target = torch.tensor([0, 1, -100, 2])
-    means = [x.mean(), x.mean(1).mean(), F.cross_entropy(x, target), 2 * x.square().mean() + x.sum(), x.mean() / 5]
+    means = [x.mean(), x.mean(1).mean(), F.cross_entropy(x, target), 2 * x.square().mean() + x.sum()]
     for loss in means:
-        assert any(term.is_mean(3) for term in terms_of(loss)), loss
-    for loss in (x.sum(), x.mean(1).sum(), F.cross_entropy(x, target, reduction="sum") / 4, x.mean() / 3, x.norm()):
-        assert not any(term.is_mean(3) for term in terms_of(loss)), loss
+        assert any(term.is_mean() for term in terms_of(loss)), loss
+    each = [F.cross_entropy(a, b) for a, b in zip(x, target.clamp(min=0), strict=True)]
+    sums = [x.sum(), x.mean(1).sum(), F.cross_entropy(x, target, reduction="sum") / 4, torch.stack(each).sum()]
+    assert any(term.is_mean() for term in terms_of(torch.stack(each).mean()))
+    for loss in (*sums, x.mean() / 3, x.mean() * 3 / 7, x.norm()):
+        assert not any(term.is_mean() for term in terms_of(loss)), loss
 
 
 @pytest.mark.parametrize(

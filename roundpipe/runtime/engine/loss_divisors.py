@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -39,24 +39,26 @@ _EXACT, _HALF = 1e-6, 1e-2
 """How far divisors may be from the proportion, by their precision."""
 
 
+Divisors = tuple[float | torch.Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LossPart:
     """A reduction among those that a loss adds up."""
 
     kind: Literal["divided", "sum", "compares samples", "not linear", "unknown"]
     """``"sum"`` is one of torch's losses by ``reduction="sum"``, divided by nothing."""
-    divisors: tuple[float | torch.Tensor, ...] = ()
-    num_own: int = 0
-    """How many of these, the last ones, are the reduction's own, if it is a mean over all elements."""
+    divisors: Divisors = ()
+    others: Divisors | None = None
+    """Those of them that are no mean's own; None: it is no mean over all elements."""
 
     def divisor(self) -> float:
         """Waits for the device."""
         return math.prod(map(float, self.divisors), start=1.0)
 
-    def is_mean(self, number: int) -> bool:
-        """Whether it is a mean, which nothing else divides by a ``number`` of microbatches; waits for the device."""
-        others = self.divisors[: len(self.divisors) - self.num_own]
-        return self.num_own > 0 and not math.isclose(math.prod(map(float, others), start=1.0), number, rel_tol=_HALF)
+    def is_mean(self) -> bool:
+        """Whether it is a mean, which nothing else divides; waits for the device."""
+        return self.others is not None and math.prod(map(float, self.others), start=1.0) < 1 + _HALF
 
 
 def ends_of(value: Any) -> frozenset[Node]:
@@ -69,7 +71,7 @@ def terms_of(loss: torch.Tensor, ends: frozenset[Node] = frozenset()) -> list[Lo
     if not loss.requires_grad:
         return [LossPart("unknown")]
     walk = _GradientWalk(ends)
-    walk.visit((loss.grad_fn, loss.output_nr), ())
+    walk.visit((loss.grad_fn, loss.output_nr), (), ())
     return walk.found
 
 
@@ -117,8 +119,8 @@ class _GradientWalk:
     found: list[LossPart] = field(default_factory=list)
     _reaching: dict[Node, bool] = field(default_factory=dict)
 
-    def visit(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
-        """Find the terms of a scalar that the loss has, divided by some numbers."""
+    def visit(self, edge: Edge, divisors: Divisors, others: Divisors) -> None:
+        """Find the terms of a scalar that the loss has, divided by numbers, of which ``others`` are no mean's own."""
         node = edge[0]
         if node is None or not self._reaches(node):  # the same for every microbatch
             return
@@ -126,22 +128,24 @@ class _GradientWalk:
         if node in self.ends or _shape(edge) and name not in _PASSING:
             self.found.append(LossPart("unknown", divisors))
         elif name in _PASSING:
-            self.visit(edges[0], divisors)
+            self.visit(edges[0], divisors, others)
         elif name in ("Add", "Sub", "Rsub"):
             for each in edges:
-                self.visit(each, divisors)
+                self.visit(each, divisors, others)
         elif name in ("Mul", "Div"):
-            self._visit_scaled(node, name, divisors)
+            self._visit_scaled(node, name, divisors, others)
         elif name in ("Sum", "Mean") and not _shape(edges[0]):
-            self.visit(edges[0], divisors)
+            self.visit(edges[0], divisors, others)
         elif name in ("Sum", "Mean") and _name(edges[0][0]) in ("Stack", "Cat"):
-            number = (float(math.prod(_shape(edges[0]))),) if name == "Mean" else ()
+            number, first = (float(math.prod(_shape(edges[0]))),) if name == "Mean" else (), len(self.found)
             for each in edges[0][0].next_functions:
-                self.visit(each, (*divisors, *number))
+                self.visit(each, (*divisors, *number), others)
+            if not number:  # one of each sample, maybe
+                self.found[first:] = [replace(part, others=None) for part in self.found[first:]]
         elif name in ("Sum", "Mean"):
-            self._reduced(edge, divisors)
+            self._reduced(edge, divisors, others)
         elif getattr(node, "_saved_reduction", None) in (_MEAN, _SUM):
-            self._torchs_loss(node, divisors)
+            self._torchs_loss(node, divisors, others)
         else:
             is_bent = name in _BENT and not _shape(edges[0])
             self.found.append(LossPart("not linear" if is_bent and self._is_certain else "unknown"))
@@ -151,26 +155,28 @@ class _GradientWalk:
         """Whether a term that is found is known to be made of outputs, not of weights alone."""
         return bool(self.ends)
 
-    def _visit_scaled(self, node: Any, name: str, divisors: tuple[float | torch.Tensor, ...]) -> None:
+    def _visit_scaled(self, node: Any, name: str, divisors: Divisors, others: Divisors) -> None:
         """A product or quotient of scalars."""
         first, second, *_ = *(each is not None and self._reaches(each) for each, _ in node.next_functions), False
         if name == "Div" and first and not second:
-            self.visit(node.next_functions[0], (*divisors, _small(node._saved_other)))
+            number = _small(node._saved_other)
+            self.visit(node.next_functions[0], (*divisors, number), (*others, number))
         elif name == "Mul" and first != second:
             factor = node._saved_other if first else node._saved_self
-            self.visit(node.next_functions[second], (*divisors, 1 / _small(factor)))
+            number = 1 / _small(factor)
+            self.visit(node.next_functions[second], (*divisors, number), (*others, number))
         else:
             self.found.append(LossPart("not linear" if self._is_certain else "unknown"))
 
-    def _torchs_loss(self, node: Any, divisors: tuple[float | torch.Tensor, ...]) -> None:
+    def _torchs_loss(self, node: Any, divisors: Divisors, others: Divisors) -> None:
         if node._saved_reduction == _SUM:
             self._add(node, LossPart("divided", divisors) if divisors else LossPart("sum"))
             return
         weight = getattr(node, "_saved_total_weight", None)
         number = float(math.prod(_shape(node.next_functions[0]))) if weight is None else _small(weight)
-        self._add(node, LossPart("divided", (*divisors, number), num_own=1))
+        self._add(node, LossPart("divided", (*divisors, number), others))
 
-    def _reduced(self, edge: Edge, divisors: tuple[float | torch.Tensor, ...]) -> None:
+    def _reduced(self, edge: Edge, divisors: Divisors, others: Divisors) -> None:
         """A sum or mean over elements, or one of another over some of their dimensions."""
         own: tuple[float, ...] = ()
         while (name := _name(edge[0])) in ("Sum", "Mean", *_PASSING) and edge[0] not in self.ends:
@@ -178,9 +184,9 @@ class _GradientWalk:
             if name == "Mean":
                 own = (*own, math.prod(_shape(source)) / max(math.prod(_shape(edge)), 1))
             edge = source
-        num_own = len(own) if math.prod(own) == math.prod(_shape(edge)) else 0
+        is_mean = bool(own) and math.prod(own) == math.prod(_shape(edge))
         is_known = bool(divisors or own) and not self._has_scalars(edge[0])
-        part = LossPart("divided", (*divisors, *own), num_own)
+        part = LossPart("divided", (*divisors, *own), others if is_mean else None)
         self._add(edge[0], part if is_known else LossPart("unknown"))
 
     def _add(self, node: Any, part: LossPart) -> None:
