@@ -143,7 +143,13 @@ class Counts(nn.Module):
     def forward(self, x, y):
         z = self.linear(x)
         right = z.argmax(-1) == y
-        counts = {"correct": right.sum(), "numbers": [len(x), y.numel() * z.shape[1]], "shape": z.shape}
+        counts = {
+            "correct": right.sum(),
+            "above": (z > 0).sum(),
+            "zeros": y.count_nonzero(),
+            "numbers": [len(x), y.numel() * z.shape[1]],
+            "shape": z.shape,
+        }
         return {"logits": z, "place": z.argmax(), **counts} if self.has_place else {"logits": z, **counts}
 
 
@@ -158,7 +164,8 @@ def test_counts_and_sizes_of_a_batch_add_up(number):
         loss_fn = lambda out, _: out["logits"].sum()  # noqa: E731
         _, training = piped.forward_backward((x, y), loss_fn=loss_fn, return_outputs=True, loss_reduction="sum")
         for found in (piped(x, y), training):
-            assert found["correct"].dtype == torch.int64 and found["correct"] == expected["correct"]
+            for name in ("correct", "above", "zeros"):
+                assert found[name].dtype == torch.int64 and found[name] == expected[name]
             assert found["numbers"] == [number, 4 * number] and tuple(found["shape"]) == (number, 4)
 
 

@@ -17,14 +17,16 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.nodes import called_name, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
-from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_of_samples
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_in, symbols_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 from roundpipe.fx.sizes import expression_of
+
+_CASTS = frozenset("to long int cpu detach clone".split())
 
 
 def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLoss, ...]:
@@ -84,11 +86,24 @@ def output_sums(traced: TracedGraph) -> frozenset[trees.Path]:
                 found.add(path)
         elif isinstance(value, torch.Tensor) and not value.ndim and value.dtype in (torch.int64, torch.int32):
             counts[path] = node
+    found |= {path for path, node in counts.items() if _counts_all(node, batch)}
+    counts = {path: node for path, node in counts.items() if path not in found}
     combinations = _combinations(traced, [*counts.values()], ()) if counts else {}
     for path, node in counts.items():
         if (parts := combinations[node]) and parts.terms and all(each.count is None for each in parts.terms.values()):
             found.add(path)
     return frozenset(found)
+
+
+def _counts_all(node: Node, batch: Collection[Any]) -> bool:
+    """Whether it counts, or sums up whole numbers, over all elements of something that has the samples in it."""
+    while called_name(node) in _CASTS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    if called_name(node) not in ("sum", "count_nonzero") or not node.all_input_nodes:
+        return False
+    source = value_of(node.all_input_nodes[0])
+    is_whole = isinstance(source, torch.Tensor) and not (source.is_floating_point() and called_name(node) == "sum")
+    return is_whole and not symbols_in([source]).isdisjoint(batch)
 
 
 def has_unknown_scalars(traced: TracedGraph, known: Collection[OwnLoss]) -> bool:
