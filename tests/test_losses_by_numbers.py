@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from roundpipe import RoundPipeRunConfig
 from roundpipe.core import trees
 from roundpipe.fx.passes.loss_numbers import MOST_ELEMENTS, made_by_calls, made_by_graph
-from roundpipe.fx.trace.loss import call_loss, trace_loss
+from roundpipe.fx.trace.loss import call_loss, loss_tracer, trace_loss
 from tests.test_mixed_samples import calls
 
 TOLD = "compare samples|function of means|do not make up|not in proportion|gives sums"
@@ -193,6 +193,13 @@ def test_all_microbatches_are_tried_unless_they_are_large():
     assert tried(of_three, example(1), example(1), example(1)) == "sum"
     large = example(1, torch.zeros(MOST_ELEMENTS))
     assert tried(lambda x, y: x.mean() + 0 * y.sum(), *[example(1)] * 2, large) == "mean"
+
+
+def test_microbatches_that_a_graph_serves_share_it():
+    trace = loss_tracer(lambda x, y: (x - y).norm(), None)
+    assert len({id(trace(example(number))) for number in (2, 3, 2, 5)}) == 1
+    specialised = loss_tracer(lambda x, y: sum((x[row] - y[row]).norm() for row in range(len(x))), None)
+    assert len({id(specialised(example(number))) for number in (2, 3, 2)}) == 2
 
 
 def test_what_can_not_be_tried_is_not_told_of():

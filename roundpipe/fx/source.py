@@ -177,7 +177,8 @@ class TracedSource:
         or_whole: bool,
     ) -> None:
         """What is known of a graph for a piece of a batch once the whole batch is there, too."""
-        if batch is None or not _is_piece(arguments, batch):
+        is_to_look_at = traced.fails_for_two is not None or bool(traced.guards.decisions.guards)
+        if batch is None or not is_to_look_at or not _is_piece(arguments, batch):
             return
         chain.mixes_samples = chain.mixes_samples or traced.guards.decided_by_number(arguments, batch)
         if traced.fails_for_two is not None:

@@ -160,8 +160,8 @@ class ChainRunner(Runner):
             gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
-        layout, scalars = _layout_of(calls), added_outputs(calls) if training.return_outputs else {}
         if training.return_outputs:
+            layout, scalars = _layout_of(calls), added_outputs(calls)
             self._batch_warnings.look(outputs, config, scalars.keys(), layout.odd, has_loss=True)
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph

@@ -7,7 +7,7 @@ microbatch's tensors take the place of those before, as they do in a loss functi
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +25,7 @@ from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batched_leaf
 from roundpipe.runtime.weights.frozen_layers import hooks_of
 
-_MOST_LOOKS = 4
+MOST_LOOKS = 4
 """At what a hook leaves, in each mode: to find what it can reach takes a while."""
 _OF_INTEGRATIONS = frozenset({"accelerate", "peft", "roundpipe", "torch", "transformers"})
 """Packages whose own hooks keep nothing for the user."""
@@ -50,8 +50,8 @@ class HookWarnings:
         self._model = model
         self._seen: dict[int, Any] = {}
         self._is_over = False
-        self._looks: dict[tuple[int, bool, bool], tuple[Any, int]] = {}
-        """By forward hook and mode, the hook and how often it was looked at."""
+        self._looks: Counter[tuple[Any, int, bool, bool]] = Counter()
+        """How often a forward hook or a loss was looked at: by its code, its place among those of it, and mode."""
         self._told: dict[tuple[str, int, Any], Place] = {}
         """By identity."""
 
@@ -79,13 +79,15 @@ class HookWarnings:
         last = batched_leaf(arguments[-1]) if len(arguments) > 1 and self.looks_at_kept else None
         if not isinstance(last, torch.Tensor):
             return lambda: None
-        hooks, losses = list(hooks), []
+        hooks, losses = list(hooks), [] if loss_fn is None else [loss_fn]
+        new, losses = self._to_look_at(hooks), self._to_look_at(losses)
+        if not new and not losses:
+            return lambda: None
         if loss_fn is not None:
-            own = _not_read_by([loss_fn], hooks) if hooks else []
-            is_alone = len(own) == len(hooks) and self._is_to_look_at(loss_fn, code_of(loss_fn))
-            losses = [loss_fn] if is_alone and Places.of(loss_fn).left else []  # what it gets of hooks is not its own
-            hooks = own
-        new = [hook for hook in hooks if self._is_to_look_at(hook, hook)]
+            own = _not_read_by([loss_fn], hooks)
+            if len(own) < len(hooks) or not Places.of(loss_fn).left:  # what it gets of hooks is not its own
+                losses = []
+            new = [hook for hook in new if any(hook is each for each in own)]
         kept = _KeptSamples(last, arguments)
         before = [(text, own, snapshot_of_hooks(own)) for text, own in ((_BY_HOOK, new), (_BY_LOSS, losses)) if own]
 
@@ -95,12 +97,18 @@ class HookWarnings:
 
         return look
 
-    def _is_to_look_at(self, function: Any, subject: Any) -> bool:
-        """Whether a function, known by a subject that is counted, was not looked at often enough in this mode."""
-        key = id(subject), self._model.training, torch.is_grad_enabled()
-        _, number = self._looks.get(key, (subject, 0))
-        self._looks[key] = subject, number + 1
-        return number < _MOST_LOOKS and package_of(function_of(function)) not in _OF_INTEGRATIONS
+    def _to_look_at(self, functions: Iterable[Any]) -> list[Any]:
+        """Those of the user's that were not looked at often enough in this mode; each call may make them anew."""
+        same = Counter[Any]()
+        found = []
+        for function in functions:
+            code = code_of(function)
+            key = code, same[code], self._model.training, torch.is_grad_enabled()
+            same[code] += 1
+            self._looks[key] += 1
+            if self._looks[key] <= MOST_LOOKS and package_of(function_of(function)) not in _OF_INTEGRATIONS:
+                found.append(function)
+        return found
 
     def _look_at_kept(self, text: str, hooks: Sequence[Any], before: PythonSnapshot, kept: _KeptSamples) -> None:
         found = [place for place in before.diff() if place.identity not in self._told and kept.is_last_in(place)]

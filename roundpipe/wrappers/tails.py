@@ -50,6 +50,7 @@ from roundpipe.fx.trace.loss import (
     change_of,
     is_other_when_repeated,
     is_same,
+    loss_tracer,
     trace_loss,
     values_kept,
 )
@@ -278,8 +279,7 @@ class TailSource:
         arguments, sizes = [(each.outputs, each.label) for each in examples], samples_of(call)
         function: Any = call.loss_fn
         with _tracing_modes(), microbatch_count(call.total_microbatches), values_kept(function, self._model):
-            trace = lambda arguments: trace_loss(function, *arguments, model=self._model)  # noqa: E731
-            return _unless_mean(made_by_numbers(trace, arguments, sizes))
+            return _unless_mean(made_by_numbers(loss_tracer(function, self._model), arguments, sizes))
 
     def _called(self, call: Call, examples: Sequence[Example], cause: TraceCause | None) -> Mixing | None:
         """What numbers tell of such a loss that can't be traced, since it decides by them, say, or has state."""

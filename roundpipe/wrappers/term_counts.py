@@ -83,7 +83,8 @@ def _weigh_terms(calls: Sequence[Call], counted: Sequence[CountedLoss], share: C
 
 def _sums_of(calls: Sequence[Call]) -> dict[Path, float]:
     """Numbers among the outputs that add up, where samples are in dimension 0."""
-    return dict.fromkeys(calls[0].chain.output_sums if all(map(samples_of, calls)) else (), 1.0)
+    sums = calls[0].chain.output_sums
+    return dict.fromkeys(sums, 1.0) if sums and all(map(samples_of, calls)) else {}
 
 
 def added_outputs(calls: Sequence[Call]) -> ScalarWeights:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from roundpipe.wrappers.hook_warnings import MOST_LOOKS
 
 NUMBER, WIDTH = 9, 6
 X, Y = torch.randn(NUMBER, WIDTH, generator=torch.Generator().manual_seed(1)), torch.arange(NUMBER) % 4
@@ -214,3 +217,22 @@ def test_a_loop_with_a_loss_of_features(number: int | None) -> None:
     if is_same:
         for one, other in zip(net.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_hooks_that_each_step_makes_anew_are_not_kept() -> None:
+    """But for those that were looked at, which are no more than of a hook that stays."""
+    net, gone = model(lambda module, args, output: None), []
+    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped, torch.no_grad():
+        for _ in range(12):
+            kept: dict[str, torch.Tensor] = {}
+            hook = lambda module, args, output, kept=kept: kept.update(x=output.detach())  # noqa: E731
+            gone.append(weakref.ref(hook))
+            handle = net[0].register_forward_hook(hook)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                piped(X)
+            handle.remove()
+        del hook, kept
+        piped(X)
+        gc.collect()
+        assert sum(reference() is not None for reference in gone) <= MOST_LOOKS  # those that were told of

@@ -99,6 +99,19 @@ def trace_loss(
     return traced
 
 
+def loss_tracer(function: LossFunction, model: nn.Module | None) -> Callable[[tuple[Any, Any]], GuardedGraph]:
+    """Gives the graph of a loss function for outputs and a label: one that was made before, if it serves them."""
+    graphs: list[GuardedGraph] = []
+
+    def graph_for(arguments: tuple[Any, Any]) -> GuardedGraph:
+        traced = next((each for each in graphs if each.guards.check(arguments, {}) is None), None)
+        if traced is None:
+            graphs.append(traced := trace_loss(function, *arguments, model=model))
+        return traced
+
+    return graph_for
+
+
 def call_loss(function: LossFunction, outputs: Any, label: Any, *, model: nn.Module | None = None) -> float:
     """What a loss function that can't be traced gives for data; what it changes is taken back.
 
