@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+import roundpipe
 
 
 def split(inputs: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
@@ -60,3 +63,18 @@ def assert_same_state(model: nn.Module, reference: nn.Module, tolerance: float) 
     for name, tensor in state.items():
         gap = difference(tensor, expected[name])
         assert gap <= tolerance, f"{name} is off by {gap:.3e}"
+
+
+def assert_mean_is_eagers(
+    model: nn.Module, args: tuple[Any, ...], label: Any, loss_fn: Callable[..., torch.Tensor], **options: Any
+) -> None:
+    """The loss and the gradients of one step with ``loss_reduction="mean"``; ``options`` are those of `compile`."""
+    eager = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu"] * 2, **options) as pipe:
+        loss = pipe.forward_backward(input_args=args, label=label, loss_fn=loss_fn, loss_reduction="mean")
+        pipe.synchronize()
+    expected = loss_fn(eager(*args), label)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    found, others = ({name: each.grad for name, each in side.named_parameters()} for side in (model, eager))
+    torch.testing.assert_close(found, others)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import roundpipe
-from tests.runtime.models import gradients
+from tests.equality import assert_mean_is_eagers
 
 NUM_SAMPLES, WIDTH, NUM_EXPERTS, NUM_CLASSES = 9, 6, 3, 4
 
@@ -53,16 +51,9 @@ def balanced(outputs: tuple[torch.Tensor, torch.Tensor], label: torch.Tensor) ->
 
 def test_targets_are_counted() -> None:
     x, label = example()
-    model = Routed()
-    eager = copy.deepcopy(model)
-    with warnings.catch_warnings(), roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss = pipe.forward_backward(input_args=(x,), label=label, loss_fn=cross_entropy, loss_reduction="mean")
-        pipe.synchronize()
-    expected = cross_entropy(eager(x), label)
-    expected.backward()
-    assert_close(loss, expected.detach())
-    assert_close(gradients(model), gradients(eager))
+        assert_mean_is_eagers(Routed(), (x,), label, cross_entropy)
 
 
 def test_balance_of_experts_is_told_of() -> None:

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from tests.equality import assert_mean_is_eagers
 from tests.runtime.models import gradients
 
 NUM_SAMPLES, LENGTH, VOCABULARY = 9, 10, 12
@@ -46,15 +47,7 @@ IN_LOOPS: dict[str, Loss] = {
 def test_a_mean_of_samples_losses_is_that_of_the_batch(loss_fn: Loss) -> None:
     """Microbatches of one size: each sample's loss was weighed by the targets of those at its place."""
     ids, labels = tokens()
-    model = net()
-    eager = copy.deepcopy(model)
-    with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=RoundPipeRunConfig(3)) as pipe:
-        loss = pipe.forward_backward(input_args=(ids,), label=labels, loss_fn=loss_fn, loss_reduction="mean")
-        pipe.synchronize()
-    expected = loss_fn(eager(ids), labels)
-    expected.backward()
-    assert_close(loss, expected.detach())
-    assert_close(gradients(model), gradients(eager))
+    assert_mean_is_eagers(net(), (ids,), labels, loss_fn, model_run_config=RoundPipeRunConfig(3))
 
 
 def test_columns_of_labels_are_of_all_samples() -> None:
@@ -65,16 +58,7 @@ def test_columns_of_labels_are_of_all_samples() -> None:
         return F.cross_entropy(out[:, 0], first) + F.cross_entropy(out[:, 1], second)
 
     ids, labels = tokens()
-    model = net()
-    eager = copy.deepcopy(model)
-    options = RoundPipeRunConfig(3)
-    with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=options) as pipe:
-        loss = pipe.forward_backward(input_args=(ids,), label=labels[:, :2], loss_fn=spans, loss_reduction="mean")
-        pipe.synchronize()
-    expected = spans(eager(ids), labels[:, :2])
-    expected.backward()
-    assert_close(loss, expected.detach())
-    assert_close(gradients(model), gradients(eager))
+    assert_mean_is_eagers(net(), (ids,), labels[:, :2], spans, model_run_config=RoundPipeRunConfig(3))
 
 
 def scores(number: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

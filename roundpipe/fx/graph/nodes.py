@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -92,6 +92,19 @@ def is_accessor(node: Node) -> bool:
 def called_name(node: Node) -> str:
     """The name of what a node calls, such as ``add`` for ``+``."""
     return str(getattr(node.target, "__name__", node.target)).strip("_")
+
+
+PRODUCTS = frozenset(
+    "mul rmul imul multiply div rdiv idiv truediv rtruediv itruediv true_divide divide pow rpow ipow".split()
+)
+"""Names of what multiplies or divides its operands by each other, or takes their power."""
+
+
+def past_calls(node: Node, names: Collection[str]) -> Node:
+    """Where a value comes from, past calls of some names."""
+    while called_name(node) in names and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 _POSITIONS_OF_DIM = {

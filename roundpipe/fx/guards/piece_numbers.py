@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-_OPERATIONS = frozenset(
-    "add radd iadd sub rsub isub mul rmul imul div rdiv idiv truediv rtruediv itruediv pow rpow ipow "
-    "subtract multiply divide true_divide".split()
-)
+from roundpipe.fx.graph.nodes import PRODUCTS
+
+_OPERATIONS = PRODUCTS | frozenset("add radd iadd sub rsub isub subtract".split())
 """Names, without underscores around them, of what computes with the number of a tensor's operand."""
 
 

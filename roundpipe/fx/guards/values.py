@@ -35,6 +35,7 @@ from roundpipe.fx.graph.nodes import (
     has_effect,
     mutated_by,
     needed_for,
+    past_calls,
     picks_samples,
     storage_key,
     value_of,
@@ -336,7 +337,7 @@ def _is_decision(read: ValueRead, answer: Any) -> bool:
     (node,) = read.nodes
     if _equates_counts(node):
         return False
-    node = _source_of(node, _CASTS)
+    node = past_calls(node, _CASTS)
     if not isinstance(answer, bool):
         return called_name(node) in _EXTREMES
     counted = node.args[0] if called_name(node) in _MORE and len(node.args) == 2 and node.args[1] == 0 else None
@@ -345,11 +346,11 @@ def _is_decision(read: ValueRead, answer: Any) -> bool:
 
 def _equates_counts(node: Node) -> bool:
     """Whether it tells if a count is a certain number, other than that of all that were counted."""
-    node = _source_of(node, _OF_ONE_ANSWER)
+    node = past_calls(node, _OF_ONE_ANSWER)
     operands = node.args if called_name(node) in _EQUALITIES else ()
     for operand, other in zip(operands, operands[::-1], strict=True):
-        if isinstance(operand, Node) and called_name(_source_of(operand, _OF_ONE_COUNT)) in _COUNTS:
-            return not _is_number_of_all(_source_of(operand, _CASTS), other)
+        if isinstance(operand, Node) and called_name(past_calls(operand, _OF_ONE_COUNT)) in _COUNTS:
+            return not _is_number_of_all(past_calls(operand, _CASTS), other)
     return False
 
 
@@ -360,13 +361,6 @@ def _is_number_of_all(count: Node, other: Any) -> bool:
     if not isinstance(counted, torch.Tensor) or isinstance(number, torch.Tensor):
         return False
     return bool(expression_of(counted.numel()) == expression_of(number))
-
-
-def _source_of(node: Node, through: frozenset[str]) -> Node:
-    """Where a value comes from, past calls of some names."""
-    while called_name(node) in through and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

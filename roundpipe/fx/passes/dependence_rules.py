@@ -148,11 +148,9 @@ class DependenceCall(OperatorArguments):
                 if self.name == "unbind":
                     return list(range(number))
                 if all(tensor.shape[dim] == 1 for tensor in self.outputs):
-                    return (
-                        [(self.values["start"] or 0) % self.first.shape[dim]]
-                        if self.name == "slice"
-                        else list(range(number))
-                    )
+                    if self.name != "slice":
+                        return list(range(number))
+                    return [(self.values["start"] or 0) % self.first.shape[dim]]
         return [None] * number
 
     @property

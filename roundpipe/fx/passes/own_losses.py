@@ -17,7 +17,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import called_name, value_of
+from roundpipe.fx.graph.nodes import called_name, past_calls, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
@@ -97,8 +97,7 @@ def output_sums(traced: TracedGraph) -> frozenset[trees.Path]:
 
 def _counts_all(node: Node, batch: Collection[Any]) -> bool:
     """Whether it counts, or sums up whole numbers, over all elements of something that has the samples in it."""
-    while called_name(node) in _CASTS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    node = past_calls(node, _CASTS)
     if called_name(node) not in ("sum", "count_nonzero") or not node.all_input_nodes:
         return False
     source = value_of(node.all_input_nodes[0])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe.fx.graph.nodes import called_name, value_of
+from roundpipe.fx.graph.nodes import PRODUCTS, called_name, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 
-_OPERATIONS = frozenset("mul rmul imul multiply div rdiv truediv rtruediv itruediv true_divide divide pow rpow".split())
 _LEAST = 3
 """What is smaller is as likely a number of the code's, unless the numbers of a batch's pieces differ."""
 
@@ -22,7 +21,7 @@ def where_sums_are_read(traced: TracedGraph) -> str:
     least = 1 if traced.has_own_numbers else _LEAST
     for node in traced.graph.nodes if any(traced.read_numbers.values()) else ():
         value = value_of(node)
-        if called_name(node) not in _OPERATIONS or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if called_name(node) not in PRODUCTS or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         for number in (each for each in node.args if type(each) in (int, float) and each):
             for read in (number, 1 / number):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +16,7 @@ from roundpipe.fx.sizes import expression_of
 
 def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     """By place in the outputs, what is odd about a tensor whose first dimension alone is not that of the samples."""
-    batch = _batch_symbols(traced)
-    found: dict[Path, str] = {}
-    for path, node in traced.output_places.items() if batch else ():
-        value = value_of(node)
-        if isinstance(value, torch.Tensor) and value.ndim:
-            grows = [position for position, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
-            if grows != [0]:
-                found[path] = _words(grows)
-    return found
+    return {path: _words(grows) for path, _, grows in _growing(traced) if grows != [0]}
 
 
 def dims_of_samples(traced: TracedGraph) -> dict[Path, int]:
@@ -33,13 +25,17 @@ def dims_of_samples(traced: TracedGraph) -> dict[Path, int]:
     Such as of a state ``[layers, samples, features]``.
     """
     batch = _batch_symbols(traced)
-    found: dict[Path, int] = {}
+    single = ((path, value, grows[0]) for path, value, grows in _growing(traced) if len(grows) == 1)
+    return {path: dim for path, value, dim in single if dim and expression_of(value.shape[dim]) in batch}
+
+
+def _growing(traced: TracedGraph) -> Iterator[tuple[Path, torch.Tensor, list[int]]]:
+    """Tensors with dimensions among the outputs, by place, and which of these grow with the number of samples."""
+    batch = _batch_symbols(traced)
     for path, node in traced.output_places.items() if batch else ():
-        if isinstance(value := value_of(node), torch.Tensor):
-            grows = [position for position, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
-            if len(grows) == 1 and grows[0] and expression_of(value.shape[grows[0]]) in batch:
-                found[path] = grows[0]
-    return found
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and value.ndim:
+            yield path, value, [dim for dim, size in enumerate(value.shape) if not batch.isdisjoint(_symbols(size))]
 
 
 def outputs_without_samples(traced: TracedGraph) -> dict[Path, bool]:
