@@ -28,13 +28,13 @@ from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_
 from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
-from roundpipe.fx.guards.failure import Failure, Retraces, nearest
+from roundpipe.fx.guards.failure import OF_MODEL, Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.carried_outputs import cache_advice, warn_of_carried_outputs
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.own_losses import has_unknown_scalars
 from roundpipe.fx.sizes import forget_worlds
-from roundpipe.fx.trace.decisions import Need
+from roundpipe.fx.trace.decisions import Learned, Need
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
@@ -74,6 +74,7 @@ class TracedSource:
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
         self._retraces = Retraces(type(model).__name__)
+        self._learned = Learned()
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
@@ -219,6 +220,7 @@ class TracedSource:
             if options not in self._others:
                 other = TracedSource(self._model, options, self._on_failure)
                 other._others, other._varying, other._lost = self._others, self._varying, self._lost
+                other._learned = self._learned
                 other._noted_written, other._noted_compiled = self._noted_written, self._noted_compiled
                 other.trace_count = (before or self).trace_count
                 self._others[options] = other
@@ -241,6 +243,8 @@ class TracedSource:
 
     def _note_retrace(self, failure: Failure) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
+        if failure.to_fix == OF_MODEL:
+            self._learned = Learned()  # it is another model now
         self._varying.update(dict.fromkeys(failure.dimensions))
         self._retraces.note(failure)
 
@@ -331,7 +335,14 @@ class TracedSource:
         reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
             traced = trace(
-                self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic, batch=batch, needs=needs
+                self._model,
+                args,
+                kwargs,
+                max_leaf_bytes=max_bytes,
+                dynamic=dynamic,
+                batch=batch,
+                needs=needs,
+                learned=self._learned,
             )
         traced.guards.restrict(reads)
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:

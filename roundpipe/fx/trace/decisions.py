@@ -188,6 +188,32 @@ class Knowledge:
         return self.reasons.get(name) or self.reasons.get(kind) or "scripted code can't be looked into"
 
 
+class Learned:
+    """What the traces of one model have found out, with which the next begins."""
+
+    def __init__(self) -> None:
+        self._latest = Knowledge()
+
+    def note(self, knowledge: Knowledge) -> None:
+        """An attempt that knew this has succeeded."""
+        self._latest = knowledge
+
+    def added_to(self, knowledge: Knowledge) -> Knowledge:
+        """What is known before the first attempt of another trace of the same model.
+
+        Whose numbers data give is left out, since each batch tells that anew.
+        """
+        latest = self._latest
+        return replace(
+            latest,
+            max_leaf_bytes=knowledge.max_leaf_bytes,
+            dynamic=knowledge.dynamic,
+            is_pure=knowledge.is_pure,
+            needs=knowledge.needs | latest.needs - {Need.OWN_NUMBERS},
+            tried=frozenset(),
+        )
+
+
 def _parent(model: nn.Module, name: str) -> str:
     """The module around one, lists left out; empty if that is the root."""
     return next((above for above in holders_of(name) if not isinstance(model.get_submodule(above), _CONTAINERS)), "")

@@ -12,6 +12,7 @@ import builtins
 import functools
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,7 +36,7 @@ from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt, OtherSizes
-from roundpipe.fx.trace.decisions import Knowledge, Need, Retry
+from roundpipe.fx.trace.decisions import Knowledge, Learned, Need, Retry
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.kept import KeptHolders, are_alike
 
@@ -58,6 +59,7 @@ def trace(
     is_pure: bool = False,
     batch: Arguments | None = None,
     needs: Collection[Need] = (),
+    learned: Learned | None = None,
 ) -> GuardedGraph:
     """The graph that a model's forward records on example arguments.
 
@@ -72,6 +74,7 @@ def trace(
             which are `TracedGraph.kept`; it never runs on data.
         batch: the arguments of which the example is a piece, by whose data the model's code decides.
         needs: what is known to be needed before the first attempt.
+        learned: from earlier traces of the model; this one adds to it.
 
     Returns:
         The graph, with its guards.
@@ -83,10 +86,15 @@ def trace(
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
     whole = None if batch is None else form.normalise(*batch)
-    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs))
+    given, learned = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs)), learned or Learned()
+    trace_knowing = functools.partial(_trace_doubled, model, form, arguments, whole, learned)
     try:
         with interrupts_held(), TRACING, preserved_random_state():
-            return _trace_doubled(model, form, arguments, knowledge, whole)
+            known = learned.added_to(given)
+            if known != given:
+                with suppress(TraceError):
+                    return trace_knowing(known)
+            return trace_knowing(given)
     except TraceError as error:
         own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
         if own is not None:
@@ -95,19 +103,24 @@ def trace(
 
 
 def _trace_doubled(
-    model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge, batch: Arguments | None
+    model: nn.Module,
+    form: CallForm,
+    arguments: Arguments,
+    batch: Arguments | None,
+    learned: Learned,
+    knowledge: Knowledge,
 ) -> GuardedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
     doubled = _batch_of_two(arguments, batch)
     if doubled is None:
-        return _trace(model, form, arguments, knowledge, batch)
+        return _trace(model, form, arguments, batch, learned, knowledge)
     try:
-        traced = _trace(model, form, doubled, knowledge, batch, also=arguments)
+        traced = _trace(model, form, doubled, batch, learned, knowledge, also=arguments)
     except OtherSizes as other:
         decisions = other.decisions
     except TraceError as error:
         try:
-            traced = _trace(model, form, arguments, knowledge, batch)
+            traced = _trace(model, form, arguments, batch, learned, knowledge)
         except TraceError:
             raise error from error.__cause__
         traced.fails_for_two = error
@@ -116,7 +129,7 @@ def _trace_doubled(
         if traced.guards.check(*arguments, batch=batch) is None:
             return traced
         decisions = traced.guards.decisions
-    traced = _trace(model, form, arguments, knowledge, batch)
+    traced = _trace(model, form, arguments, batch, learned, knowledge)
     traced.guards.decisions = decisions
     return traced
 
@@ -125,8 +138,9 @@ def _trace(
     model: nn.Module,
     form: CallForm,
     arguments: Arguments,
-    knowledge: Knowledge,
     batch: Arguments | None,
+    learned: Learned,
+    knowledge: Knowledge,
     also: Arguments | None = None,
 ) -> GuardedGraph:
     """Attempts until one succeeds; each knows what those before found out."""
@@ -139,6 +153,7 @@ def _trace(
             knowledge = knowledge.after(retry, model)
             continue
         traced.guards.watch(model, *traced_parts())  # now that the run's own traces are taken back
+        learned.note(knowledge)
         return traced
     raise TraceError(
         f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
