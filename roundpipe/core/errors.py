@@ -177,6 +177,7 @@ class TraceCause(enum.Enum):
     ACTIVATION_DATA = "needs the data of an activation"
     ACTIVATION_LEFT = "leaves an activation where others may take it"
     ACTIVATION_HOOKED = "has a forward hook that keeps an activation"
+    ARGUMENT_DATA = "does something else for each batch's data, so that each has a graph of its own"
     ARGUMENT_CHANGED = "puts something into an argument"
     AUTOGRAD = "makes gradients in the forward"
     BUFFER_CREATED = "creates a buffer in the forward"

@@ -2,7 +2,8 @@
 
 Invariant: a chain is handed out only for arguments that pass every guard of its trace. Traces are kept, so
 a model that alternates between two of them (train and eval, padded and full batches) traces twice in all. A model
-that can't be traced in train or eval mode is not tried again in that mode.
+that can't be traced in train or eval mode is not tried again in that mode, and one whose code does something else for
+each batch's data not for each batch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
 from roundpipe.fx.guards.failure import OF_MODEL, Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.guards.other_data import DataTraces
 from roundpipe.fx.passes.carried_outputs import cache_advice, warn_of_carried_outputs
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.own_losses import has_unknown_scalars
@@ -75,6 +77,7 @@ class TracedSource:
         """Values of ``model.training`` in which it could not be traced."""
         self._retraces = Retraces(type(model).__name__)
         self._learned = Learned()
+        self._data_traces = DataTraces(self._retraces, on_failure)
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
@@ -150,6 +153,9 @@ class TracedSource:
                 self._refuse_lost_state()
                 return None
             if failure is not None:
+                guards, is_piece = self._traces[0][0].guards, batch is not None and _is_piece((args, kwargs), batch)
+                if not self._lost and self._data_traces.end_for(guards, args, kwargs, is_piece=is_piece):
+                    return None
                 self._note_retrace(failure)
             try:
                 chain = self._trace(args, kwargs, failure or "for the first time", batch)
@@ -218,10 +224,8 @@ class TracedSource:
             if before is not None and options.cuts_as(before._options, before._layer_costs()):
                 continue
             if options not in self._others:
-                other = TracedSource(self._model, options, self._on_failure)
-                other._others, other._varying, other._lost = self._others, self._varying, self._lost
-                other._learned = self._learned
-                other._noted_written, other._noted_compiled = self._noted_written, self._noted_compiled
+                other = copy.copy(self)  # what is known of the model is that of all
+                other._options, other._traces, other._compared, other._preview = options, [], None, None
                 other.trace_count = (before or self).trace_count
                 self._others[options] = other
             before = self._others[options]
@@ -244,7 +248,7 @@ class TracedSource:
     def _note_retrace(self, failure: Failure) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
-            self._learned = Learned()  # it is another model now
+            self._learned.forget()
         self._varying.update(dict.fromkeys(failure.dimensions))
         self._retraces.note(failure)
 
@@ -300,6 +304,7 @@ class TracedSource:
         logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
         chain = lower(traced, self._options, [layer for _, first in self._traces[-1:] for layer in first]).chain
         chain.made_in_s = {"trace": traced_s, "cut": time.perf_counter() - began_s - traced_s}
+        self._data_traces.seconds += sum(chain.made_in_s.values())
         logger.info("measured %s on fakes and cut it in %.2f s", kind, chain.made_in_s["cut"])
         return traced, chain
 

@@ -26,6 +26,7 @@ _Subject = Literal["buffers", "evaluation", "lists", "mixing", "rows", "scalars"
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
+    TraceCause.ARGUMENT_DATA: "its forward does something else for each batch's data, and each microbatch has its own",
     TraceCause.AUTOGRAD: "its forward makes gradients, and each microbatch would make them of its own samples",
     TraceCause.BUFFER_CREATED: _CHANGES,
     TraceCause.BUFFER_DATA: _CHANGES,

@@ -224,9 +224,9 @@ class ChainRunner(Runner):
         self.builder.plans.update_begun()
 
     def partition_table(self) -> str:
-        chain = self.last_chain or self.source.latest
-        if chain is None and self.fallback is not None:
+        if self.last_chain is None and self.fallback is not None:
             return self.fallback.partition_table()
+        chain = self.last_chain or self.source.latest
         if chain is None:
             return f"{self.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
         plans, plan, residency = self.builder.plans, self.builder.last_plan, self.builder.last_residency

@@ -64,7 +64,9 @@ class PartsChoice:
             raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
         for name in error.facts.stateful:
             self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
-        if self.reaction == "log":
+        if error.cause is TraceCause.ARGUMENT_DATA:
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, where no trace serves a batch: {error}")
+        elif self.reaction == "log":
             logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
         else:
             warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")

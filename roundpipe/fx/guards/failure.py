@@ -58,8 +58,8 @@ class Retraces:
 
     def __init__(self, words: str) -> None:
         self._words = words
-        self._count = 1
-        self._in_a_row = 0
+        self.count = 1
+        self.in_a_row = 0
         self._served = 0
         """Microbatches since the last trace."""
 
@@ -68,11 +68,11 @@ class Retraces:
 
     def note(self, failure: Failure) -> None:
         """It has to be traced again."""
-        self._count += 1
-        self._in_a_row = self._in_a_row + 1 if self._served < FEW_MICROBATCHES else 1
+        self.count += 1
+        self.in_a_row = self.in_a_row + 1 if self._served < FEW_MICROBATCHES else 1
         self._served = 0
-        if self._in_a_row == RETRACES_BEFORE_WARNING:
+        if self.in_a_row == RETRACES_BEFORE_WARNING:
             warn(
-                f"{self._words} was traced {self._count} times, the last {RETRACES_BEFORE_WARNING} one after the "
+                f"{self._words} was traced {self.count} times, the last {RETRACES_BEFORE_WARNING} one after the "
                 f"other. What varies: {failure}. {failure.advice}"
             )

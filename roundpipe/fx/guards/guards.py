@@ -197,6 +197,20 @@ class Guards:
             return failure
         return self._value_failure(self.values.data_failure(arguments, self._decides(batch)))
 
+    def reads_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_piece: bool) -> str:
+        """What code read from data that are others in arguments of the same form, and where, in words; else empty.
+
+        Decisions are left out, of which there are few. ``is_piece``: whether the arguments are a piece of a batch.
+        """
+        arguments = self._form.normalise(args, kwargs)
+        if self._arguments.difference(arguments, []):
+            return ""
+        read = self.values.other_data(arguments, is_piece=is_piece)
+        if read is None:
+            return ""
+        name, inputs = self._words_of(read)
+        return f"its code reads data of {inputs} ({name}) at {with_source(read.location)}"
+
     def _failure_of_shapes(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
         key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         if key not in self._by_shapes:
@@ -300,13 +314,17 @@ class Guards:
         if failure is None:
             return None
         read, now = failure
-        name = getattr(read.function, "__name__", str(read.function))
-        inputs = ", ".join(self.values.inputs_of(read)) or "a buffer"
+        name, inputs = self._words_of(read)
         answer = tuple(now.shape) if isinstance(now, torch.Tensor) else now
         return Failure(
             f"the model's code at {read.location} read data of {inputs}: {name} gave {read.expected!r} "
             f"when traced and gives {answer!r} now"
         )
+
+    def _words_of(self, read: ValueRead) -> tuple[str, str]:
+        """What a read calls, and of whose data."""
+        name = getattr(read.function, "__name__", str(read.function))
+        return name, ", ".join(self.values.inputs_of(read)) or "a buffer"
 
     def _in_words(self, assumption: SizeExpression) -> str:
         """An assumption with the arguments' sizes in place of symbols."""

@@ -285,6 +285,18 @@ class ValueProgram:
                 return read, answer
         return None
 
+    def other_data(self, arguments: Any, *, is_piece: bool) -> ValueRead | None:
+        """The first read, other than a decision, of data that are others in these arguments.
+
+        Numbers that the whole batch gives for a piece of it, or may give, are left out.
+        """
+        of_batch = [read.args for read in self.reads if read.is_of_batch or is_piece and read.may_be_of_batch]
+        for read, nodes in zip(self.reads, self._needed_by, strict=True):
+            if read.args not in of_batch and type(read.expected) is not bool and _reads_data(read, nodes):
+                if self._first_failure([read], nodes, arguments) is not None:
+                    return read
+        return None
+
     @property
     def decides(self) -> bool:
         """Whether a batch decides something for its pieces."""

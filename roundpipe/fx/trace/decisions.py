@@ -192,11 +192,15 @@ class Learned:
     """What the traces of one model have found out, with which the next begins."""
 
     def __init__(self) -> None:
-        self._latest = Knowledge()
+        self.forget()
 
     def note(self, knowledge: Knowledge) -> None:
         """An attempt that knew this has succeeded."""
         self._latest = knowledge
+
+    def forget(self) -> None:
+        """From now on it is another model."""
+        self._latest = Knowledge()
 
     def added_to(self, knowledge: Knowledge) -> Knowledge:
         """What is known before the first attempt of another trace of the same model.
