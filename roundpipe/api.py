@@ -197,7 +197,7 @@ def cut(
     check_balance(balance)
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
-    options = LowerOptions(balance, largest_layer_bytes(devices))
+    options = choice.lower_options = LowerOptions(balance, largest_layer_bytes(devices))
     source = TracedSource(model, options, choice.on_failure, preview)
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return None

@@ -212,6 +212,8 @@ class TraceFacts:
     """The attribute that the forward sets, or the parameter that it writes."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
+    reading: tuple[str, ...] = ()
+    """Qualified names of the modules whose code reads data of the arguments, if that is why."""
     stateful: tuple[str, ...] = ()
     """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
-from roundpipe.wrappers.calls import flow_back
+from roundpipe.wrappers.calls import ChainProgram, flow_back
 from roundpipe.wrappers.deferred import call_behind_backward
 from roundpipe.wrappers.hook_warnings import HookWarnings
 from roundpipe.wrappers.loss_warnings import LossWarnings
@@ -34,6 +34,7 @@ from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.traced_parts import TracedPart
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class PartsProgram(Program):
     batches. False runs all of the model microbatch by microbatch."""
     cause: TraceCause | None = None
     """Why it is not cut into layers, if a trace was tried."""
+    traced: Mapping[nn.Module, ChainProgram] = field(default_factory=dict)
+    """Of the modules that become parts, those that are cut into layers themselves."""
 
     def start(self, session: Session) -> HostRunner:
         return HostRunner(session, self, session.config)
@@ -63,7 +66,7 @@ class HostRunner(Runner):
     config: RoundPipeRunConfig
 
     def __post_init__(self) -> None:
-        self.model = self.session.model
+        self.model = self.parts.model
         self.options = CallOptions()
         self._warned = False
         self._warned_of_arguments = False
@@ -74,17 +77,22 @@ class HostRunner(Runner):
         """By mode, what mixes samples in the model's own code; None where nothing tells."""
         self._shared: dict[str, set[int]] = {}
         """See `split`."""
-        names = {module: name for name, module in self.model.named_modules()}
+        names = {module: name for name, module in self.session.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
                 f"a {type(gone).__name__} was replaced or removed since the model was wrapped; wrap it again"
             )
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         followed = {element for elements in lists for element in list(elements)[:-1]}
-        on_devices = {
-            module: Part(self.session, names[module], module, own, self.options, merges_lazily=module in followed)
-            for module, own in self.parts.on_devices.items()
-        }
+        on_devices: dict[nn.Module, Part | TracedPart] = {}
+        for module, own in self.parts.on_devices.items():
+            place = self.session, names[module], module
+            if (program := self.parts.traced.get(module)) is not None:
+                assert program.make_fallback is not None
+                part = TracedPart(*place, program.source, own, self.options, program.make_fallback)
+                on_devices[module] = part
+            else:
+                on_devices[module] = Part(*place, own, self.options, merges_lazily=module in followed)
         self.tree = HostTree(self.model, on_devices, self.parts.left)
         self.tree.attach_loss_functions(self.session, self.options)
 

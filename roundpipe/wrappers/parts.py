@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -291,6 +291,15 @@ class _LossFunction(nn.Module):
         return self.__dict__["owner"].loss_function(*args, **kwargs)
 
 
+class _PartOfTree(Protocol):
+    """A `Part`, or another object that runs a module."""
+
+    name: str
+    module: nn.Module
+    runner: ChainRunner
+    stand_in: StandIn
+
+
 class HostTree(Replica):
     """Copies of a model's modules, with stand-ins for those that are parts, and those that are ``left`` themselves.
 
@@ -299,7 +308,7 @@ class HostTree(Replica):
 
     _compiles = False  # torch can't compile the call of a part
 
-    def __init__(self, model: nn.Module, parts: Mapping[nn.Module, Part], left: Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, parts: Mapping[nn.Module, _PartOfTree], left: Iterable[nn.Module]) -> None:
         self.parts = tuple(parts.values())
         self._in_place_of = {id(module): module for module in left}
         self._in_place_of.update((id(module), part.stand_in.module) for module, part in parts.items())

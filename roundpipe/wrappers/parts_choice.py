@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -15,7 +15,10 @@ from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
 from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.core.storages import bytes_of
+from roundpipe.effects.places import has_hooks
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
+from roundpipe.fx.passes.lower import LowerOptions
+from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
 from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, PartsProgram
@@ -49,6 +52,10 @@ class PartsChoice:
     """Modules whose own forward must run on the CPU, once, and those that hold them."""
     cause: TraceCause | None = field(init=False, default=None)
     """Why it can't be traced."""
+    lower_options: LowerOptions | None = None
+    """How modules are cut into layers that can be traced where the whole can't; None: none is."""
+    reading: tuple[nn.Module, ...] = field(init=False, default=())
+    """Modules whose code does something else for each batch's data."""
 
     def __post_init__(self) -> None:
         thresholds = self.lower_threshold, self.upper_threshold
@@ -64,6 +71,7 @@ class PartsChoice:
             raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
         for name in error.facts.stateful:
             self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
+        self.reading = tuple(map(self.model.get_submodule, error.facts.reading))
         if error.cause is TraceCause.ARGUMENT_DATA:
             warn(f"{kind} runs module by module, as an AutoRoundPipe, where no trace serves a batch: {error}")
         elif self.reaction == "log":
@@ -108,7 +116,15 @@ class PartsChoice:
             parts, left = {self.model: RoundPipeRunConfig()}, []
         else:
             parts, left = walk.parts, list(walk.left)
-        return PartsProgram(self.model, parts, tuple(left), self.splits_inside, cause=self.cause)
+        traced = {module: self._program_of(module) for module in walk.traced}
+        return PartsProgram(self.model, parts, tuple(left), self.splits_inside, cause=self.cause, traced=traced)
+
+    def _program_of(self, module: nn.Module) -> ChainProgram:
+        """A module as layers, traced at its first call; if it can't be traced, it runs in parts of its own."""
+        options = self.lower_options
+        assert options is not None
+        choice = replace(self, model=module, override_config={}, reaction="log")
+        return ChainProgram(module, TracedSource(module, options, choice.on_failure), choice.make_fallback)
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:
@@ -150,6 +166,8 @@ class _Walk:
     """Are called as they are."""
     opened: dict[nn.Module, None] = field(default_factory=dict)
     """Run their own forward on the CPU, around what was chosen for their children."""
+    traced: dict[nn.Module, None] = field(default_factory=dict)
+    """Those of the pipelines that are cut into layers by the graph compiler."""
 
     def visit(self, module: nn.Module) -> None:
         if module in self.parts or module in self.left or module in self.opened:
@@ -164,6 +182,9 @@ class _Walk:
             if stays_whole or _has_batch_elsewhere(module):
                 options = overlaid(options, IN_ONE_PIECE)
             self.parts[module] = options
+        elif self._may_be_traced(module):
+            self.parts[module] = choice.override_config.get(module, RoundPipeRunConfig())
+            self.traced[module] = None
         else:
             self.opened[module] = None
             for child in module.children():
@@ -177,9 +198,21 @@ class _Walk:
             "done with layers on devices: all of it runs on the CPU"
         )
 
-    def _is_one_layer(self, module: nn.Module) -> bool:
-        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+    def _may_be_traced(self, module: nn.Module) -> bool:
+        """Whether a graph of the module may serve every batch, though none of the whole model does."""
+        choice = self.choice
+        if choice.lower_options is None or not choice.reading or module is choice.model or not _has_forward(module):
             return False
+        return not (self._reads_data(module) or has_hooks(module) or runs_autograd(module))
+
+    def _reads_data(self, module: nn.Module) -> bool:
+        return bool(self.choice.reading) and not set(modules_in(module)).isdisjoint(self.choice.reading)
+
+    def _is_one_layer(self, module: nn.Module) -> bool:
+        if not _has_forward(module):
+            return False
+        if self._reads_data(module) and any(isinstance(inner, nn.ModuleList) for inner in modules_in(module)):
+            return False  # such as a tower of blocks, whose activations are many
         own_bytes = sum(map(bytes_of, module.parameters(recurse=False)))
         return own_bytes >= self.choice.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
 
@@ -199,6 +232,10 @@ class _Walk:
         if unused:
             why = "since it is not a pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
             warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _is_inplace_activation(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.guards.failure import Retraces
 from roundpipe.fx.guards.guards import Guards
 
@@ -41,7 +41,8 @@ class DataTraces:
                 f"{self.seconds / number:.1f} s each. Batches with data that were traced still run in layers"
             )
             try:
-                self._on_failure(TraceError(words, TraceCause.ARGUMENT_DATA))
+                facts = TraceFacts(reading=tuple(sorted(guards.values.readers)))
+                self._on_failure(TraceError(words, TraceCause.ARGUMENT_DATA, facts))
             except (TraceError, NotImplementedError):
                 self._may_end = False
                 return False

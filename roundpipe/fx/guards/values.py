@@ -298,6 +298,12 @@ class ValueProgram:
         return None
 
     @property
+    def readers(self) -> frozenset[str]:
+        """Names of the modules whose code reads data, other than for decisions."""
+        pairs = zip(self.reads, self._needed_by, strict=True)
+        return frozenset(r.module for r, nodes in pairs if type(r.expected) is not bool and _reads_data(r, nodes))
+
+    @property
     def decides(self) -> bool:
         """Whether a batch decides something for its pieces."""
         return bool(self._of_batch[0] or self._of_both[0])
