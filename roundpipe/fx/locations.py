@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import linecache
 import os
 import sys
@@ -64,12 +66,44 @@ def asked_by_operator() -> bool:
     return False
 
 
-def is_asked_by_model() -> bool:
-    """Whether a model's code calls the caller, maybe through Python's own library or generated code."""
+def asking_frame() -> types.FrameType | None:
+    """The frame of a model's code that calls the caller, maybe through Python's own library or generated code."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and _is_between(frame):
         frame = frame.f_back
-    return frame is not None and is_model_file(frame.f_code.co_filename)
+    return frame if frame is not None and is_model_file(frame.f_code.co_filename) else None
+
+
+_FOR_PEOPLE = frozenset(
+    "assert check critical debug error exception info log message print require warn warning".split()
+)
+"""Words in names of functions that show a text, or raise it as an error."""
+
+
+def makes_text_for_people(frame: types.FrameType) -> bool:
+    """Whether a frame's present statement only calls a function that shows texts or raises them, by its name."""
+    innermost = None
+    for first, last, name in _calls_in(frame.f_code.co_filename):
+        if first <= frame.f_lineno <= last:
+            innermost = name  # they are in order
+    return innermost is not None and not _FOR_PEOPLE.isdisjoint(innermost.lower().split("_"))
+
+
+@functools.lru_cache(maxsize=64)
+def _calls_in(file: str) -> list[tuple[int, int, str]]:
+    """The first and last line of each statement of a file, in order, and what it calls if that is all it does."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # such as a notebook's cell with commands
+        return []
+    found = []
+    for statement in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
+        called = (
+            statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+        )
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        found.append((statement.lineno, statement.end_lineno or statement.lineno, name))
+    return sorted(found, key=lambda each: each[0])
 
 
 def _is_between(frame: types.FrameType) -> bool:

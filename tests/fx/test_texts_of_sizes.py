@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+import roundpipe
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import Seen, check
 from tests.fx.test_fixed_lengths import tokens
 from tests.fx.test_shapes import Layers
 
+logger = logging.getLogger(__name__)
 TABLE = {"6": 2.0, "[6, 8]": 3.0}
 
 
@@ -53,6 +56,44 @@ def seen_for(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Seen:
 )
 def test_a_text_of_a_size_has_its_number(use: str) -> None:
     assert seen_for(lambda model, x: x * eval(use, globals(), locals() | {"n": x.shape[1]})).trace_count == 2
+
+
+def check_that(holds: bool, text: str) -> None:
+    """Raises a text, as libraries do it."""
+    if not holds:
+        raise ValueError(text)
+
+
+def test_a_text_for_people_serves_every_size() -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        check_that(x.shape[1] > 1, f"there are {x.shape[1]} tokens")
+        logger.debug(f"{x.shape[1]} tokens")
+        check_that(
+            x.shape[2] == 8,
+            f"{x.shape[1]} tokens have {x.shape[2]} features",
+        )
+        return x
+
+    assert seen_for(run).trace_count == 1
+
+
+def test_a_text_that_is_raised_has_the_number() -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        check_that(x.shape[1] > 6, f"there are {x.shape[1]} tokens")
+        return x
+
+    run_once = Tokens(run)
+    with pytest.raises(ValueError, match="there are 6 tokens"):
+        roundpipe.compile(run_once, devices=["cpu"])(**tokens(4, 6))
+
+
+def test_a_text_that_is_kept_by_a_statement_fixes_the_size() -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        names: list[str] = []
+        names.append(f"{x.shape[1]}")
+        return x * TABLE.get(names[0], 1.0)
+
+    assert seen_for(run).trace_count == 2
 
 
 @pytest.mark.parametrize("kind", [int, (str, int), float | int, numbers.Number, numbers.Integral])

@@ -27,7 +27,7 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reach import ReachedState
 from roundpipe.fx.fakes import is_fake
-from roundpipe.fx.locations import is_asked_by_model, is_model_file
+from roundpipe.fx.locations import asking_frame, is_model_file, makes_text_for_people
 
 if TYPE_CHECKING:
     from roundpipe.fx.trace.attempt import Attempt
@@ -126,7 +126,8 @@ _BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_in
 def _patch_texts_of_sizes(stack: ExitStack) -> None:
     """A text that a model's code makes of a size has the number, as in eager mode, and no name of a symbol.
 
-    The graph then serves that number only. Torch's own code, sympy's and this package's get the symbol's name.
+    The graph then serves that number only, unless the text is for people. Torch's own code, sympy's and this package's
+    get the symbol's name.
     """
     plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     for kind, number in plain.items():
@@ -136,9 +137,11 @@ def _patch_texts_of_sizes(stack: ExitStack) -> None:
 
 def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) -> Callable[..., str]:
     def text(size: Any, *spec: str) -> str:
-        if _attempt() is None or not is_asked_by_model():
+        frame = asking_frame() if _attempt() is not None else None
+        if frame is None:
             return original(size, *spec)
-        return format(number(size), *spec)
+        example = size.node.hint if makes_text_for_people(frame) else None
+        return format(number(size if example is None else example), *spec)
 
     return text
 
