@@ -362,16 +362,17 @@ class ChainSource(Protocol):
         batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         *,
         or_whole: bool = False,
+        or_parts: bool = False,
     ) -> LayerChain | None:
         """The chain for the arguments of one microbatch (real tensors); None: the call must run another way.
 
-        ``before`` is that of the microbatch before in the same call: since then nothing has touched the model.
-        ``batch``: the arguments of a whole of which the microbatch is a piece, by which the model's code decides.
-        ``or_whole``: raise an `OnlyWholeError` where there is a chain for the batch, and none for the piece.
+        ``before``: that of the microbatch before in the same call; since then nothing has touched the model. ``batch``:
+        arguments of which these are a piece, by which the model's code decides. ``or_whole``: raise an `OnlyWholeError`
+        where there is a chain for the batch only. ``or_parts``: None also where a trace would serve this call alone.
         """
 
     def others(self) -> Iterable[ChainSource]:
-        """Sources of the same model that cut it into other layers, for calls that no plan fits."""
+        """Sources that cut the model into other layers, for calls that no plan fits."""
 
 
 @dataclass(slots=True)

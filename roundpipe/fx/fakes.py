@@ -48,6 +48,7 @@ DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
+FAKE: type[torch.Tensor] = FakeTensor
 Dimension = tuple[trees.Path, int]
 """A dimension of an input: the path to its tensor, and which one."""
 

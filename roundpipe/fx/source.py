@@ -123,12 +123,14 @@ class TracedSource:
         batch: Arguments | None = None,
         *,
         or_whole: bool = False,
+        or_parts: bool = False,
     ) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
 
         ``before`` is that of the microbatch before in the same call: the model still is what it was compared with then.
         ``batch``: the arguments are a piece of these, by whose data the model's code decides (see `fx.guards.values`).
-        ``or_whole``: whether the batch may run in place of its pieces, if they can't be traced.
+        ``or_whole``: whether the batch may run in place of its pieces, if they can't be traced. ``or_parts``: see
+        `ChainSource.chain_for`.
 
         Raises:
             OnlyWholeError: the batch will run in their place.
@@ -153,8 +155,8 @@ class TracedSource:
                 self._refuse_lost_state()
                 return None
             if failure is not None:
-                guards, is_piece = self._traces[0][0].guards, batch is not None and _is_piece((args, kwargs), batch)
-                if not self._lost and self._data_traces.end_for(guards, args, kwargs, is_piece=is_piece):
+                may_end = or_parts and not self._lost
+                if may_end and self._data_traces.end_for(self._traces[0][0].guards, args, kwargs):
                     return None
                 self._note_retrace(failure)
             try:

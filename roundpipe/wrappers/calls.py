@@ -25,12 +25,7 @@ from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.runtime.config import (
-    ResolvedConfig,
-    RoundPipeRunConfig,
-    microbatch_count,
-    resolve,
-)
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
@@ -338,12 +333,14 @@ class ChainRunner(Runner):
 def _chains(source: ChainSource, pieces: Split, *, or_whole: bool) -> list[LayerChain] | None:
     """A source's chain for each microbatch; None if one has none. ``or_whole``: see `ChainSource.chain_for`."""
     chains: list[LayerChain] = []
+    is_alone = pieces.num_microbatches == 1
     for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
         batch = None if pieces.batches is None else pieces.batches[index]
         try:
-            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, or_whole=or_whole)
+            before = chains[-1] if chains else None
+            chain = source.chain_for(args, kwargs, before, batch, or_whole=or_whole, or_parts=is_alone)
         except Exception as error:
-            if pieces.num_microbatches > 1:
+            if not is_alone:
                 note_cut(error, pieces.num_microbatches)
             raise
         if chain is None:

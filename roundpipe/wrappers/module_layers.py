@@ -227,6 +227,7 @@ class ModuleSource(FixedChain):
         batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         *,
         or_whole: bool = False,
+        or_parts: bool = False,
     ) -> LayerChain:
         if self._structure.changed() is not None:
             self.chain, self._structure = layers_of(self._model), Structure(self._model.modules())

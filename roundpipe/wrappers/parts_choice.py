@@ -72,12 +72,12 @@ class PartsChoice:
         for name in error.facts.stateful:
             self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
         self.reading = tuple(map(self.model.get_submodule, error.facts.reading))
-        if error.cause is TraceCause.ARGUMENT_DATA:
-            warn(f"{kind} runs module by module, as an AutoRoundPipe, where no trace serves a batch: {error}")
-        elif self.reaction == "log":
+        of_data = error.cause is TraceCause.ARGUMENT_DATA
+        why = "where no trace serves a batch" if of_data else "because its forward can't be traced"
+        if self.reaction == "log" and not of_data:
             logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
         else:
-            warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, {why}: {error}")
 
     def wrap(self, config: RoundPipeRunConfig, **settings: Any) -> RoundPipe:
         """A wrapper of the model in parts, with these settings: name, devices and so on."""

@@ -233,7 +233,7 @@ def test_microbatches_of_one_call_may_have_chains_of_their_own():
         def __init__(self, model):
             self.chains = {size: chain_of_modules(list(model.named_children())) for size in (2, 3)}
 
-        def chain_for(self, args, kwargs, before=None, batch=None, *, or_whole=False):
+        def chain_for(self, args, kwargs, before=None, batch=None, *, or_whole=False, or_parts=False):
             return self.chains[len(args[0])]
 
     front, model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(DTYPE), mlp()

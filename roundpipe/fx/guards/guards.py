@@ -197,15 +197,15 @@ class Guards:
             return failure
         return self._value_failure(self.values.data_failure(arguments, self._decides(batch)))
 
-    def reads_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_piece: bool) -> str:
+    def reads_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What code read from data that are others in arguments of the same form, and where, in words; else empty.
 
-        Decisions are left out, of which there are few. ``is_piece``: whether the arguments are a piece of a batch.
+        Decisions are left out, of which there are few.
         """
         arguments = self._form.normalise(args, kwargs)
         if self._arguments.difference(arguments, []):
             return ""
-        read = self.values.other_data(arguments, is_piece=is_piece)
+        read = self.values.other_data(arguments)
         if read is None:
             return ""
         name, inputs = self._words_of(read)

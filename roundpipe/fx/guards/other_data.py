@@ -9,8 +9,8 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.guards.failure import Retraces
 from roundpipe.fx.guards.guards import Guards
 
-MOST_TRACES = 3
-"""That follow one another since each batch has other data, beside the first trace."""
+MOST_TRACES = 1
+"""That follow one another since each batch has other data, beside the first trace: each takes seconds to minutes."""
 
 
 class DataTraces:
@@ -29,11 +29,11 @@ class DataTraces:
         self.seconds = 0.0
         """That all traces took, with their cuts."""
 
-    def end_for(self, guards: Guards, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_piece: bool) -> bool:
+    def end_for(self, guards: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether arguments that no trace serves, the one of these guards included, are not traced."""
         if self._may_end is False or self._retraces.in_a_row < MOST_TRACES:
             return False
-        reads = guards.reads_other_data(args, kwargs, is_piece=is_piece)
+        reads = guards.reads_other_data(args, kwargs)
         if reads and self._may_end is None:
             number = self._retraces.count
             words = (

@@ -285,14 +285,10 @@ class ValueProgram:
                 return read, answer
         return None
 
-    def other_data(self, arguments: Any, *, is_piece: bool) -> ValueRead | None:
-        """The first read, other than a decision, of data that are others in these arguments.
-
-        Numbers that the whole batch gives for a piece of it, or may give, are left out.
-        """
-        of_batch = [read.args for read in self.reads if read.is_of_batch or is_piece and read.may_be_of_batch]
+    def other_data(self, arguments: Any) -> ValueRead | None:
+        """The first read, other than a decision, of data that are others in these arguments."""
         for read, nodes in zip(self.reads, self._needed_by, strict=True):
-            if read.args not in of_batch and type(read.expected) is not bool and _reads_data(read, nodes):
+            if type(read.expected) is not bool and _reads_data(read, nodes):
                 if self._first_failure([read], nodes, arguments) is not None:
                     return read
         return None
@@ -322,10 +318,13 @@ class ValueProgram:
         found: dict[float, str] = {}
         lists: dict[str, list[float]] = {}
         for read, nodes in zip(self.reads, self._needed_by, strict=True):
-            if type(read.expected) in (int, float) and not read.is_of_batch and _reads_data(read, nodes):
-                is_of_all = not read.may_be_of_batch and not any(map(picks_samples, nodes))
-                found[read.expected] = read.location if is_of_all else ""
-                lists.setdefault(read.location, []).append(read.expected)  # of a list, each is read by itself
+            is_list = type(read.expected) is list
+            numbers = [leaf for leaf in trees.leaves(read.expected) if type(leaf) in (int, float)]
+            if numbers and (is_list or type(read.expected) in (int, float)) and not read.is_of_batch:
+                if _reads_data(read, nodes):
+                    is_of_all = not is_list and not read.may_be_of_batch and not any(map(picks_samples, nodes))
+                    found |= dict.fromkeys(numbers, read.location if is_of_all else "")
+                    lists.setdefault(read.location, []).extend(numbers)  # some read each by itself
         for place, numbers in lists.items():
             if len(numbers) > 1:
                 found |= dict.fromkeys((sum(numbers), sum(numbers) / len(numbers)), place)

@@ -35,7 +35,7 @@ from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
-from roundpipe.fx.guards.values import ValueProgram
+from roundpipe.fx.guards.values import UNKNOWN, ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import SizeSystem, flat_values
 from roundpipe.fx.trace.advice import set_at
@@ -293,6 +293,13 @@ class Attempt:
     def has_readable_data(self, tensor: Any) -> bool:
         """Whether the data of a fake tensor can be read while tracing."""
         return isinstance(tensor, torch.Tensor) and self._world.has_data and self.recorder.data.determines(tensor)
+
+    def list_of(self, tensor: torch.Tensor) -> list[Any] | None:
+        """The numbers of a fake that has dimensions, where arguments tell them."""
+        if self._knowledge.is_pure or self.recorder.watch.below_transform or not tensor.dim():
+            return None
+        answer = self.recorder.data.answer(torch.Tensor.tolist, (tensor,), {})
+        return None if answer is UNKNOWN else list(answer)
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module that glue calls returns."""

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
@@ -38,6 +39,7 @@ from roundpipe.fx.sizes import (
     is_data_dependent,
     size_function,
 )
+from roundpipe.fx.trace.decisions import Retry
 from roundpipe.fx.trace.progress import advance
 
 DATA_READS = frozenset(
@@ -45,6 +47,9 @@ DATA_READS = frozenset(
     " __contains__".split()
 )
 """Names of functions that turn a tensor's data into a Python value."""
+
+MOST_CALLS = 10_000
+"""In a graph whose code takes steps by data: it takes minutes to make, and would serve one batch's data."""
 
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
@@ -298,7 +303,12 @@ class ExampleData:
             return UNKNOWN
         with self._pause(), real_world():
             node_args, node_kwargs = self._builder.arguments(tuple(args), kwargs)
-            return self.reader.read(function, node_args, node_kwargs, model_location(), self._module())
+            answer = self.reader.read(function, node_args, node_kwargs, model_location(), self._module())
+        if isinstance(answer, list) and len(self._builder.traced.graph.nodes) > MOST_CALLS:
+            words = f"its code takes steps by data, and the graph of this batch would have over {MOST_CALLS:,} calls"
+            facts = TraceFacts(reading=tuple(dict.fromkeys(read.module for read in self.reader.reads)))
+            raise Retry(TraceError(words, TraceCause.ARGUMENT_DATA, facts))
+        return answer
 
     def fake_of_answer(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The same as a fake of the example's sizes; None if the result is no tensor or can't be known."""

@@ -26,7 +26,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reach import ReachedState
-from roundpipe.fx.fakes import is_fake
+from roundpipe.fx.fakes import FAKE, is_fake
 from roundpipe.fx.locations import asking_frame, is_model_file, makes_text_for_people
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ TRACING = threading.RLock()
 _ACTIVE = threading.local()
 ORIGINAL_CALL = nn.Module.__call__
 ORIGINAL_DEEPCOPY = torch.Tensor.__deepcopy__
+ORIGINAL_TOLIST = FAKE.tolist
 
 PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss randrange normalvariate".split()
 NUMPY_RANDOM = "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
@@ -61,6 +62,7 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
         _patch_function_apply(stack)
         _patch_transforms(stack)
         _patch(stack, torch.Tensor, "__deepcopy__", _copied)
+        _patch(stack, FAKE, "tolist", _listed)
         for name in PYTHON_RANDOM:
             _patch(stack, random, name, _refused("random", name, getattr(random, name)))
         numpy: Any = sys.modules.get("numpy")
@@ -144,6 +146,13 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         return format(number(size if example is None else example), *spec)
 
     return text
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """The numbers of a fake in one read of data; torch's own method reads them one by one."""
+    attempt = _attempt_in_glue()
+    known = None if attempt is None else attempt.list_of(tensor)
+    return ORIGINAL_TOLIST(tensor) if known is None else known
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
