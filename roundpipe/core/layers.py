@@ -311,8 +311,7 @@ class LayerChain(nn.Sequential):
         self.costs = tuple(costs)
         self.entry = entry
         self.exit = exit
-        self.example_elements = example_elements
-        self.example_size = example_size
+        self.example_elements, self.example_size = example_elements, example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.without_samples: Mapping[Path, bool] = {}  # see `outputs_without_samples`
         self.output_sums: frozenset[Path] = frozenset()  # see `output_sums`

@@ -24,11 +24,12 @@ from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import OnlyWholeError, TraceCause, TraceError, add_note, enumerated, said, shortened
 from roundpipe.core.interrupts import interrupts_held
-from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
+from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.guards.failure import OF_MODEL, Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.other_data import DataTraces
@@ -78,7 +79,7 @@ class TracedSource:
         self._retraces = Retraces(type(model).__name__)
         self._learned = Learned()
         self._data_traces = DataTraces(self._retraces, on_failure)
-        self._varying: dict[Any, None] = {}
+        self.varying: dict[Dimension, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
@@ -223,7 +224,8 @@ class TracedSource:
         """
         before: TracedSource | None = None
         for options in self._options.others(training_bytes_of(self._model)):
-            if before is not None and options.cuts_as(before._options, before._layer_costs()):
+            costs = (cost for _, chain in (before or self)._traces for cost in chain.costs)
+            if before is not None and options.cuts_as(before._options, costs):
                 continue
             if options not in self._others:
                 other = copy.copy(self)  # what is known of the model is that of all
@@ -232,9 +234,6 @@ class TracedSource:
                 self._others[options] = other
             before = self._others[options]
             yield before
-
-    def _layer_costs(self) -> Iterator[LayerCost]:
-        return (cost for _, chain in self._traces for cost in chain.costs)
 
     def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
         """The model's own Python must not go on from state that calls of a graph have not kept."""
@@ -251,7 +250,7 @@ class TracedSource:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
             self._learned.forget()
-        self._varying.update(dict.fromkeys(failure.dimensions))
+        self.varying.update(dict.fromkeys(failure.dimensions))
         self._retraces.note(failure)
 
     def _trace(
@@ -338,7 +337,7 @@ class TracedSource:
     def _graph_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None, needs: Collection[Need]
     ) -> GuardedGraph:
-        dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
+        dynamic, max_bytes = tuple(self.varying), self._options.max_layer_bytes
         reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
             traced = trace(

@@ -17,6 +17,7 @@ from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCaus
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
+from roundpipe.fx.source import TracedSource
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.finite import check_losses
@@ -26,7 +27,7 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
-from roundpipe.wrappers.calls import ChainProgram, flow_back
+from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.deferred import call_behind_backward
 from roundpipe.wrappers.hook_warnings import HookWarnings
 from roundpipe.wrappers.loss_warnings import LossWarnings
@@ -50,8 +51,8 @@ class PartsProgram(Program):
     batches. False runs all of the model microbatch by microbatch."""
     cause: TraceCause | None = None
     """Why it is not cut into layers, if a trace was tried."""
-    traced: Mapping[nn.Module, ChainProgram] = field(default_factory=dict)
-    """Of the modules that become parts, those that are cut into layers themselves."""
+    traced: Mapping[nn.Module, tuple[TracedSource, Callable[[Session], Runner]]] = field(default_factory=dict)
+    """Of the modules that become parts, those that are cut into layers, and what makes their fallbacks."""
 
     def start(self, session: Session) -> HostRunner:
         return HostRunner(session, self, session.config)
@@ -87,10 +88,9 @@ class HostRunner(Runner):
         on_devices: dict[nn.Module, Part | TracedPart] = {}
         for module, own in self.parts.on_devices.items():
             place = self.session, names[module], module
-            if (program := self.parts.traced.get(module)) is not None:
-                assert program.make_fallback is not None
-                part = TracedPart(*place, program.source, own, self.options, program.make_fallback)
-                on_devices[module] = part
+            if module in self.parts.traced:
+                source, make_fallback = self.parts.traced[module]
+                on_devices[module] = TracedPart(*place, source, own, self.options, make_fallback)
             else:
                 on_devices[module] = Part(*place, own, self.options, merges_lazily=module in followed)
         self.tree = HostTree(self.model, on_devices, self.parts.left)

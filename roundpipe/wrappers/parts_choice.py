@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.module_layers import ModuleSource
 from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
-from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.session import Runner, Session
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ class PartsChoice:
         for name in error.facts.stateful:
             self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
         self.reading = tuple(map(self.model.get_submodule, error.facts.reading))
-        of_data = error.cause is TraceCause.ARGUMENT_DATA
-        why = "where no trace serves a batch" if of_data else "because its forward can't be traced"
-        if self.reaction == "log" and not of_data:
+        if error.cause is TraceCause.ARGUMENT_DATA:
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, where no trace serves a batch: {error}")
+        elif self.reaction == "log":
             logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
         else:
-            warn(f"{kind} runs module by module, as an AutoRoundPipe, {why}: {error}")
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
 
     def wrap(self, config: RoundPipeRunConfig, **settings: Any) -> RoundPipe:
         """A wrapper of the model in parts, with these settings: name, devices and so on."""
@@ -116,15 +116,14 @@ class PartsChoice:
             parts, left = {self.model: RoundPipeRunConfig()}, []
         else:
             parts, left = walk.parts, list(walk.left)
-        traced = {module: self._program_of(module) for module in walk.traced}
+        traced = {module: self._source_of(module) for module in walk.traced}
         return PartsProgram(self.model, parts, tuple(left), self.splits_inside, cause=self.cause, traced=traced)
 
-    def _program_of(self, module: nn.Module) -> ChainProgram:
-        """A module as layers, traced at its first call; if it can't be traced, it runs in parts of its own."""
-        options = self.lower_options
-        assert options is not None
+    def _source_of(self, module: nn.Module) -> tuple[TracedSource, Callable[[Session], Runner]]:
+        """Layers of a module, traced at its first call, and what runs it in parts of its own if it can't be traced."""
+        assert self.lower_options is not None
         choice = replace(self, model=module, override_config={}, reaction="log")
-        return ChainProgram(module, TracedSource(module, options, choice.on_failure), choice.make_fallback)
+        return TracedSource(module, self.lower_options, choice.on_failure), choice.make_fallback
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:

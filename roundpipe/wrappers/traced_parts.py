@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.compiled_modules import never_compiled
-from roundpipe.core.layers import ChainSource
+from roundpipe.fx.arguments import CallForm
+from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.parts import CallOptions, StandIn, overlaid
@@ -28,7 +32,7 @@ class TracedPart:
     session: Session
     name: str
     module: nn.Module
-    source: ChainSource
+    source: TracedSource
     own_options: RoundPipeRunConfig
     options: CallOptions
     make_fallback: Callable[[Session], Runner]
@@ -38,6 +42,7 @@ class TracedPart:
         self.runner = ChainRunner(self.session, self.module, self.source, self.name, config, self.make_fallback)
         self.stand_in = StandIn(self.module, self)
         parameters = inspect.signature(self.module.forward).parameters
+        self._form = CallForm(self.module)
         self._may_cache = "use_cache" in parameters and given_attribute(self.module, "config") is not None
 
     @never_compiled  # it is the work of many threads
@@ -48,7 +53,17 @@ class TracedPart:
         self.stand_in.give_back()
         try:
             self.session.engine.refuse_inside(f"{self.name}(...)")
+            if not self.source.trace_count:
+                self.source.varying.update(dict.fromkeys(_lengths_in(*self._form.normalise(args, kwargs))))
             config = overlaid(self.options.forced, self.own_options, self.options.default)
             return self.runner.forward(args, kwargs, config, self.options.first_microbatch)
         finally:
             self.stand_in.take_over()
+
+
+def _lengths_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Dimension]:
+    """Dimensions of float arguments that are as long as some of integers, as hidden states are as their positions."""
+    tensors = [(path, leaf) for path, leaf in trees.walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    lengths = {size for _, tensor in tensors if not tensor.is_floating_point() for size in tensor.shape[1:]}
+    floats = [(path, tensor) for path, tensor in tensors if tensor.is_floating_point()]
+    return [(path, dim) for path, tensor in floats for dim in range(1, tensor.dim()) if tensor.shape[dim] in lengths]

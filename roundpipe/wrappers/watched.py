@@ -28,6 +28,7 @@ from roundpipe.effects.run_once import hooks_run_around
 from roundpipe.effects.snapshot import AttributeChange, ContentsSnapshot
 from roundpipe.effects.uses import attributes_read, uses_of_forward
 from roundpipe.effects.versions import WeightSnapshot
+from roundpipe.fx.fakes import is_fake
 from roundpipe.runtime.engine.recompute import doing_recompute
 
 RETURNS_ARGUMENTS = "it returns memory of a tensor that it is given"
@@ -193,8 +194,9 @@ class WatchedModule(nn.Module):
 
 
 def _memory(tensors: list[torch.Tensor]) -> set[int]:
-    dense = (tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel())
-    return {tensor.untyped_storage().data_ptr() for tensor in dense}
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    storages = [(tensor.untyped_storage(), is_fake(tensor)) for tensor in dense]  # fakes have no addresses
+    return {storage._cdata if of_fake else storage.data_ptr() for storage, of_fake in storages}
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:

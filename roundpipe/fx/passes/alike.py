@@ -109,9 +109,11 @@ def _plain(value: Any, numbers: Container[int], name: str) -> Hashable:
 
 
 def _without_name(value: Any, name: str) -> Any:
-    """A plain value in which a module's own name, or the end of it, is the same for all."""
+    """A plain value in which a module's own name, the end of it, or that in a larger model is the same for all."""
     if isinstance(value, str) and "." in value:
-        return "name" if f".{name}".endswith(f".{value}") else value
+        if f".{name}".endswith(f".{value}"):
+            return "name"
+        return value.removesuffix(name) if f".{value}".endswith(f".{name}") else value
     if isinstance(value, dict):
         return {key: _without_name(item, name) for key, item in value.items()}
     return [_without_name(item, name) for item in value] if isinstance(value, (tuple, list)) else value
