@@ -176,6 +176,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(options.device).total_memory
         share = min(options.cap * 2**30 / total, 1.0) if way == "roundpipe" else 1.0
         torch.cuda.empty_cache()
+    torch.manual_seed(options.seed)
     step, end = trainer(way, options)
     gc.collect()
     if is_cuda:

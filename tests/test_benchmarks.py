@@ -43,6 +43,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
         "generation",
         "generation_before",
         "handover",
+        "images",
         "lengths",
         "long_run",
         "memory",
@@ -95,6 +96,16 @@ def test_lengths(tmp_path: Path) -> None:
     losses = [found["first_loss"] for found in results.values()]
     assert max(losses) - min(losses) < 1e-4, "all ways train the same"
     assert all(len(found["new_lengths_mean_s"]) == 3 and found["seen_length_s"] > 0 for found in results.values())
+
+
+@pytest.mark.long
+def test_images(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="trains adapters")
+    code, results = run("images", ["--device", "cpu", "--preset", "small", "--steps", "4", "--batch", "2"], tmp_path)
+    assert code == 0 and list(results) == ["plain", "checkpointed", "roundpipe"]
+    assert results["roundpipe"]["traces"] == 2
+    for losses in zip(*(found["losses"] for found in results.values()), strict=True):
+        assert max(losses) - min(losses) < 1e-3, "all ways train the same"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -68,4 +68,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    return tensor.device, address_of(tensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; of fakes and tensors on meta, which have none, a number of its own for each."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()

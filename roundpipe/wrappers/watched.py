@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.aliasing import overlapping
+from roundpipe.core.aliasing import address_of, overlapping
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry
 from roundpipe.core.module_tree import weight_bytes_of
@@ -28,7 +28,6 @@ from roundpipe.effects.run_once import hooks_run_around
 from roundpipe.effects.snapshot import AttributeChange, ContentsSnapshot
 from roundpipe.effects.uses import attributes_read, uses_of_forward
 from roundpipe.effects.versions import WeightSnapshot
-from roundpipe.fx.fakes import is_fake
 from roundpipe.runtime.engine.recompute import doing_recompute
 
 RETURNS_ARGUMENTS = "it returns memory of a tensor that it is given"
@@ -194,9 +193,7 @@ class WatchedModule(nn.Module):
 
 
 def _memory(tensors: list[torch.Tensor]) -> set[int]:
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    storages = [(tensor.untyped_storage(), is_fake(tensor)) for tensor in dense]  # fakes have no addresses
-    return {storage._cdata if of_fake else storage.data_ptr() for storage, of_fake in storages}
+    return {address_of(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()}
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
