@@ -91,7 +91,7 @@ class ChainRunner(Runner):
             args, kwargs, config, options, first_microbatch=first_microbatch, is_evaluation=not config.requires_grad
         )
         if calls is None:
-            return self._fall_back().forward(args, kwargs, options)
+            return self.in_parts().forward(args, kwargs, options)
         look_at_hooks = self.hook_warnings.begin_calls(calls, has_backward=config.requires_grad)
         scalars = count_outputs(calls, config)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
@@ -120,7 +120,7 @@ class ChainRunner(Runner):
             is_evaluation=not has_backward,
         )
         if calls is None:
-            return self._fall_back().forward_backward(replace(training, options=options))
+            return self.in_parts().forward_backward(replace(training, options=options))
         look_at_hooks = self.hook_warnings.begin_calls(calls, has_backward=has_backward)
         may_matter = session.engine.num_workers > 1 or has_backward and session.optimizer.may_have_twins
         reads = may_matter and reaches(training.loss_fn, self.model)
@@ -250,7 +250,8 @@ class ChainRunner(Runner):
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)
 
-    def _fall_back(self) -> Runner:
+    def in_parts(self) -> Runner:
+        """What runs calls without a chain."""
         if self.fallback is None:
             assert self.make_fallback is not None, "a source that has no chain for a call"
             self.fallback = self.make_fallback(self.session)

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.compiled_modules import never_compiled
+from roundpipe.effects.places import has_hooks
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.source import TracedSource
@@ -56,6 +57,8 @@ class TracedPart:
             if not self.source.trace_count:
                 self.source.varying.update(dict.fromkeys(_lengths_in(*self._form.normalise(args, kwargs))))
             config = overlaid(self.options.forced, self.own_options, self.options.default)
+            if has_hooks(self.module):
+                return self.runner.in_parts().forward(args, kwargs, config)
             return self.runner.forward(args, kwargs, config, self.options.first_microbatch)
         finally:
             self.stand_in.take_over()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.layers import LayerChain
-from roundpipe.fx.passes.alike import layer_key
+from roundpipe.fx.passes.alike import layer_key, module_key
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.trace.tracer import trace
 
@@ -55,6 +55,15 @@ def keys_of(scales: list[float]) -> list[Hashable]:
     chain: LayerChain = lower(trace(Skipping(scales), (torch.rand(4, 8),))).chain
     assert len(chain) == len(scales)
     return [layer_key(layer, spec) for layer, spec in zip(chain, chain.specs, strict=True)]
+
+
+def test_names_in_a_larger_model_do_not_count() -> None:
+    def key(number: int, name: str) -> Hashable:
+        return module_key(Adapter(name, 1.0), f"blocks.{number}.first")
+
+    first = key(0, "model.blocks.0.first")
+    assert first == key(1, "model.blocks.1.first")
+    assert first != key(1, "other.blocks.1.first") and first != key(1, "model.blocks.0.first")
 
 
 def test_names_and_values_that_pass_by_do_not_count() -> None:
