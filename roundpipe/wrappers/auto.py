@@ -53,6 +53,8 @@ class PartsProgram(Program):
     """Why it is not cut into layers, if a trace was tried."""
     traced: Mapping[nn.Module, tuple[TracedSource, Callable[[Session], Runner]]] = field(default_factory=dict)
     """Of the modules that become parts, those that are cut into layers, and what makes their fallbacks."""
+    make_inner: Callable[[nn.Module, Session], Runner] | None = None
+    """Makes what runs a module in parts of its own."""
 
     def start(self, session: Session) -> HostRunner:
         return HostRunner(session, self, session.config)
@@ -92,7 +94,9 @@ class HostRunner(Runner):
                 source, make_fallback = self.parts.traced[module]
                 on_devices[module] = TracedPart(*place, source, own, self.options, make_fallback)
             else:
-                on_devices[module] = Part(*place, own, self.options, merges_lazily=module in followed)
+                opens = self.parts.make_inner if module is not self.model else None
+                make_inner = None if opens is None else functools.partial(opens, module, self.session)
+                on_devices[module] = Part(*place, own, self.options, module in followed, make_inner)
         self.tree = HostTree(self.model, on_devices, self.parts.left)
         self.tree.attach_loss_functions(self.session, self.options)
 

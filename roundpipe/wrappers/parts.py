@@ -37,7 +37,7 @@ from roundpipe.runtime.weights.replica import Replica
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.lazy_outputs import holds_lazy, materialize_all, merge_lazily, repack
 from roundpipe.wrappers.module_layers import chain_of_modules
-from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.session import Runner, Session
 from roundpipe.wrappers.watched import RETURNS_ARGUMENTS, SharingExit, SideEffect, WatchedModule, why_unfit
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
@@ -81,7 +81,10 @@ class Part:
     own_options: RoundPipeRunConfig
     options: CallOptions
     merges_lazily: bool = False
+    make_inner: Callable[[], Runner] | None = None
+    """Makes what runs the module in parts of its own."""
     why_on_host: str | None = field(init=False, default=None)
+    _inner: Runner | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._proven_modes: dict[tuple[bool, bool], frozenset[int]] = {}
@@ -122,6 +125,8 @@ class Part:
                 except SideEffect as error:
                     why = str(error)
             self._leave_devices(why)
+            if self._inner is not None:
+                return self._inner.forward(args, kwargs, overlaid(self.options.forced, self.options.default))
             return self.module(*args, **kwargs)
         finally:
             self.stand_in.take_over()
@@ -194,8 +199,12 @@ class Part:
         return self._exit.restore_same(outputs, arguments) if self._exit is not None and is_merged else outputs
 
     def _leave_devices(self, why: str) -> None:
-        if self.why_on_host is None:
-            self.why_on_host = why
+        if self.why_on_host is not None:
+            return
+        self.why_on_host = why
+        if self.make_inner is not None and any(inner is not self.module for inner in hooked_modules(self.module)):
+            self._inner = self.make_inner()  # since it was chosen, modules in it have got hooks, which run around parts
+        else:
             warn(f"{self.name} runs on the CPU from now on: {why}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

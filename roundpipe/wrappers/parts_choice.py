@@ -117,7 +117,12 @@ class PartsChoice:
         else:
             parts, left = walk.parts, list(walk.left)
         traced = {module: self._source_of(module) for module in walk.traced}
-        return PartsProgram(self.model, parts, tuple(left), self.splits_inside, cause=self.cause, traced=traced)
+        kept = tuple(left), self.splits_inside, self.cause
+        return PartsProgram(self.model, parts, *kept, traced=traced, make_inner=self._run_inner)
+
+    def _run_inner(self, module: nn.Module, session: Session) -> Runner:
+        """What runs a module in parts of its own."""
+        return replace(self, model=module, override_config={}).make_fallback(session)
 
     def _source_of(self, module: nn.Module) -> tuple[TracedSource, Callable[[Session], Runner]]:
         """Layers of a module, traced at its first call, and what runs it in parts of its own if it can't be traced."""

@@ -15,7 +15,7 @@ from tests.fx.cases_guards import failure_of, guards_of
 from tests.fx.inputs import causal_inputs, vectors
 from tests.fx.models import llama
 from tests.fx.modules import MaskDecides, linears
-from tests.fx.replay import eager_difference
+from tests.fx.replay import eager_difference, replay
 
 
 def test_data_that_decided() -> None:
@@ -244,3 +244,25 @@ def test_reads_see_earlier_writes_in_place_and_not_later_ones() -> None:
     assert traced.guards.check((), inputs()) is not None
     assert traced.guards.check((), inputs((2, 3))) is not None
     assert eager_difference(traced, inputs((3, 0)), lambda out: out.sum())[0] < 1e-5
+
+
+class Cropped(nn.Module):
+    """Cuts each sample to a size that a tensor has, without a word about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        parts = [sample[: size[0] // 2, : size[1]] for sample, size in zip(self.layers(x), sizes, strict=True)]
+        return torch.stack([part.mean() for part in parts])
+
+
+def test_tensors_of_arguments_are_bounds_of_slices() -> None:
+    model = Cropped()
+    x, sizes = torch.randn(2, 6, 8), torch.tensor([[4, 8], [12, 3]])
+    graph = trace(model, (x, sizes))
+    assert not graph.opaque
+    torch.testing.assert_close(replay(graph, x, sizes), model(x, sizes))
+    assert failure_of(graph.guards, {"x": x, "sizes": sizes + 2}) is not None
+    assert graph.guards.check((x, sizes), {}) is None

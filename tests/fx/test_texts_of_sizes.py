@@ -77,6 +77,14 @@ def test_a_text_for_people_serves_every_size() -> None:
     assert seen_for(run).trace_count == 1
 
 
+def test_a_text_for_people_needs_no_data() -> None:
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        check_that(x.shape[1] > 1, f"the mean is {x.mean()}, and {x[x > 0].shape[0]} are positive")
+        return x
+
+    assert seen_for(run).trace_count == 1
+
+
 def test_a_text_that_is_raised_has_the_number() -> None:
     def run(_: Any, x: torch.Tensor) -> torch.Tensor:
         check_that(x.shape[1] > 6, f"there are {x.shape[1]} tokens")

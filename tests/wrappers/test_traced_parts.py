@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import warnings
 from typing import Any
@@ -149,3 +150,59 @@ def test_a_skipped_module_stays_on_the_host(skipped: bool) -> None:
     with piped:
         parts = piped._runner.fallback.tree.parts  # as above
         assert any(isinstance(part, TracedPart) for part in parts) is not skipped
+
+
+COLLECTED: contextvars.ContextVar[dict[str, list[torch.Tensor]] | None] = contextvars.ContextVar(
+    "COLLECTED", default=None
+)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            rows = step(rows).relu()
+        return rows
+
+
+class Collecting(nn.Module):
+    """Installs hooks in its first forward, which put what layers of a part compute into a context variable's dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head, self._is_installed = Encoder(), nn.Linear(WIDTH, NUM_WORDS), False
+
+    def forward(self, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        if not self._is_installed:
+            self._is_installed = True
+            for step in self.encoder.steps:
+                step.register_forward_hook(lambda _module, _args, out: COLLECTED.get()["steps"].append(out))
+        token = COLLECTED.set({"steps": []})
+        try:
+            out = self.encoder(rows)
+            out = out + sum(COLLECTED.get()["steps"])
+        finally:
+            COLLECTED.reset(token)
+        return self.head(torch.stack([image.mean(0) for image in torch.split(out, sizes.tolist())]))
+
+
+def test_a_part_in_which_hooks_were_installed_runs_in_parts_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Collecting()
+    reference = copy.deepcopy(model)
+    with roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, devices=["cpu"]) as piped:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "runs on the CPU from now on")
+            for step in range(3):
+                rows, sizes = torch.randn(7 + step, WIDTH), torch.tensor([3, 4 + step])
+                config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+                loss_fn = lambda out, _: out.square().mean()  # noqa: E731
+                loss = piped.forward_backward((rows, sizes), loss_fn=loss_fn, run_config=config)
+                expected = reference(rows, sizes).square().mean()
+                expected.backward()
+                assert_close(loss, expected.detach())
+        piped.synchronize()
+        assert_same_gradients(model, reference, 1e-5)

@@ -273,7 +273,7 @@ def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
 
 
 def printed_graph(traced: TracedGraph) -> str:
-    """A graph in words, sizes by what they are: a second run in a world knows which are equal from the start.
+    """A graph in words, sizes by the example's numbers: a second run in a world has some as numbers, and others not.
 
     What a forward makes and drops, as the weights of a module that gets those of another at once, is left out.
     """
@@ -283,7 +283,9 @@ def printed_graph(traced: TracedGraph) -> str:
 
     def word(node: Node) -> _Word:
         value = value_of(node)
-        return _Word(expression_of(value) if isinstance(value, Symbolic) else number[node])
+        if not isinstance(value, Symbolic):
+            return _Word(number[node])
+        return _Word(expression_of(value) if value.node.hint is None else value.node.hint)
 
     lines = []
     for node in nodes:

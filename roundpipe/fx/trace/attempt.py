@@ -29,7 +29,7 @@ from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.fakes import FakeWorld
+from roundpipe.fx.fakes import FakeWorld, real_world
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
@@ -300,6 +300,16 @@ class Attempt:
             return None
         answer = self.recorder.data.answer(torch.Tensor.tolist, (tensor,), {})
         return None if answer is UNKNOWN else list(answer)
+
+    def number_of(self, tensor: torch.Tensor) -> Any:
+        """The example's number of a fake that has one, where arguments tell it; nothing depends on it."""
+        with self.recorder.pause(), real_world():
+            known = (
+                self.recorder.data.of(tensor)
+                if self._world.has_data and tensor in self.recorder.builder.node_of
+                else None
+            )
+            return None if known is None else known.item()
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module that glue calls returns."""

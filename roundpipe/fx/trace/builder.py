@@ -310,6 +310,23 @@ class ExampleData:
             raise Retry(TraceError(words, TraceCause.ARGUMENT_DATA, facts))
         return answer
 
+    def with_bounds(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments in which slices of an index have numbers in place of tensors that the example tells."""
+        if getattr(function, "__name__", "") not in ("__getitem__", "__setitem__"):
+            return args
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not any(isinstance(part, slice) and flat_tensors(part.start, part.stop, part.step) for part in index):
+            return args
+        plain = tuple(
+            slice(*map(self._bound, (part.start, part.stop, part.step))) if isinstance(part, slice) else part
+            for part in index
+        )
+        return (args[0], plain, *args[2:])
+
+    def _bound(self, bound: Any) -> Any:
+        known = self.answer(torch.Tensor.__index__, (bound,), {}) if isinstance(bound, torch.Tensor) else UNKNOWN
+        return bound if known is UNKNOWN else known
+
     def fake_of_answer(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The same as a fake of the example's sizes; None if the result is no tensor or can't be known."""
         answer = self.answer(function, args, kwargs)

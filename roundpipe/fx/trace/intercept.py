@@ -38,7 +38,7 @@ TRACING = threading.RLock()
 _ACTIVE = threading.local()
 ORIGINAL_CALL = nn.Module.__call__
 ORIGINAL_DEEPCOPY = torch.Tensor.__deepcopy__
-ORIGINAL_TOLIST = FAKE.tolist
+ORIGINAL_TOLIST, ORIGINAL_FORMAT = FAKE.tolist, FAKE.__format__
 
 PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss randrange normalvariate".split()
 NUMPY_RANDOM = "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
@@ -63,6 +63,7 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
         _patch_transforms(stack)
         _patch(stack, torch.Tensor, "__deepcopy__", _copied)
         _patch(stack, FAKE, "tolist", _listed)
+        _patch(stack, FAKE, "__format__", _formatted)
         for name in PYTHON_RANDOM:
             _patch(stack, random, name, _refused("random", name, getattr(random, name)))
         numpy: Any = sys.modules.get("numpy")
@@ -125,6 +126,10 @@ _BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_in
 """What takes the place of builtins in a model's code, since they can neither give symbols nor know them."""
 
 
+_UNKNOWN = "?"
+"""In a text for people, what only the data of a call tell."""
+
+
 def _patch_texts_of_sizes(stack: ExitStack) -> None:
     """A text that a model's code makes of a size has the number, as in eager mode, and no name of a symbol.
 
@@ -142,8 +147,9 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         frame = asking_frame() if _attempt() is not None else None
         if frame is None:
             return original(size, *spec)
-        example = size.node.hint if makes_text_for_people(frame) else None
-        return format(number(size if example is None else example), *spec)
+        if makes_text_for_people(frame):
+            return _UNKNOWN if size.node.hint is None else format(number(size.node.hint), *spec)
+        return format(number(size), *spec)
 
     return text
 
@@ -153,6 +159,16 @@ def _listed(tensor: torch.Tensor) -> Any:
     attempt = _attempt_in_glue()
     known = None if attempt is None else attempt.list_of(tensor)
     return ORIGINAL_TOLIST(tensor) if known is None else known
+
+
+def _formatted(tensor: torch.Tensor, spec: str) -> str:
+    """A text of a fake; one that is for people needs no data, and has those that arguments tell."""
+    attempt = _attempt_in_glue()
+    frame = None if attempt is None or tensor.dim() else asking_frame()
+    if attempt is None or frame is None or not makes_text_for_people(frame):
+        return ORIGINAL_FORMAT(tensor, spec)
+    known = attempt.number_of(tensor)
+    return _UNKNOWN if known is None else format(known, spec)
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

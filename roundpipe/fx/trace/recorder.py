@@ -159,7 +159,7 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         safe_point()
         with nobody_watched((*args, *kwargs.values())):
-            return self._called(func, whole_operands(func, args), kwargs)
+            return self._called(func, self.data.with_bounds(func, whole_operands(func, args)), kwargs)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What glue gets from a function of torch's, which is recorded if it computes something."""
