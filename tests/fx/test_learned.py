@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import roundpipe
 from roundpipe.fx.trace.attempt import Attempt
-from roundpipe.fx.trace.decisions import Knowledge, Learned, Need
+from roundpipe.fx.trace.decisions import Decision, Knowledge, Learned, Need
 
 WIDTH = 8
 
@@ -74,12 +74,15 @@ def test_another_model_is_looked_at_anew(num_attempts: list[int]) -> None:
         assert piped.trace_count == 2 and num_attempts[0] == 2 * first
 
 
-def test_numbers_of_pieces_are_not_learned() -> None:
+def test_what_is_kept_whole_and_numbers_of_pieces_are_not_learned() -> None:
     learned, given = Learned(), Knowledge(max_leaf_bytes=5)
     assert learned.added_to(given) == given
-    learned.note(Knowledge(needs=frozenset({Need.OWN_NUMBERS, Need.LAYOUTS}), stateful=frozenset({"a"})))
+    decisions = {"a": Decision.LEAF, "b": Decision.DESCEND, Tower: Decision.PROBE}
+    needs, reasons = frozenset({Need.OWN_NUMBERS, Need.LAYOUTS}), dict.fromkeys(decisions, "why")
+    learned.note(Knowledge(needs=needs, decisions=decisions, reasons=reasons, max_leaf_bytes=7))
     known = learned.added_to(given)
-    assert known.needs == {Need.LAYOUTS} and known.stateful == {"a"} and known.max_leaf_bytes == 5
+    assert known.needs == {Need.LAYOUTS} and known.max_leaf_bytes == 5
+    assert known.decisions == {"b": Decision.DESCEND} and known.reasons == {"b": "why"}
     learned.forget()
     assert learned.added_to(given) == given
 

@@ -203,18 +203,18 @@ class Learned:
         self._latest = Knowledge()
 
     def added_to(self, knowledge: Knowledge) -> Knowledge:
-        """What is known before the first attempt of another trace of the same model.
+        """What is known before the first attempt of another trace of the same model: what to look into, and to do.
 
-        Whose numbers data give is left out, since each batch tells that anew.
+        What was kept whole may have been so for the sake of other arguments, as whose numbers data give.
         """
         latest = self._latest
+        looked_into = {key: each for key, each in latest.decisions.items() if each is Decision.DESCEND}
         return replace(
-            latest,
-            max_leaf_bytes=knowledge.max_leaf_bytes,
-            dynamic=knowledge.dynamic,
-            is_pure=knowledge.is_pure,
+            knowledge,
             needs=knowledge.needs | latest.needs - {Need.OWN_NUMBERS},
-            tried=frozenset(),
+            decisions=looked_into,
+            reasons={key: latest.reasons[key] for key in looked_into},
+            seen_to_set=latest.seen_to_set,
         )
 
 
