@@ -179,3 +179,37 @@ def test_numbers_of_the_whole_batch_are_traced_for_each() -> None:
 
 def test_decisions_are_traced_once_each() -> None:
     assert compare_steps(Chosen(lambda lengths: bool(lengths[0] % 2 == 0)), 8, 1) == 2
+
+
+class Mixed(nn.Module):
+    """Each image belongs to a sample, and a statistic of all is subtracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(images)
+        hidden = torch.stack([each[:size].mean(0) for each, size in zip(hidden, sizes.tolist(), strict=True)])
+        return self.head(hidden - hidden.mean(0))
+
+
+def test_a_batch_that_is_not_cut_by_default_is_not_cut_for_a_trace() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    reference = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(5):
+            images, sizes = (
+                torch.randn(4, 9, WIDTH),
+                torch.randint(1, 9, (4,), generator=torch.Generator().manual_seed(step)),
+            )
+            label = torch.randint(0, NUM_CLASSES, (4,))
+            loss = piped.forward_backward((images, sizes), label=label, loss_fn=nn.functional.cross_entropy)
+            expected = nn.functional.cross_entropy(reference(images, sizes), label)
+            expected.backward()
+            assert_close(loss, expected.detach())
+        assert piped.trace_count <= 3
+        piped.synchronize()
+        assert_same_gradients(model, reference, 1e-5)

@@ -64,6 +64,8 @@ class ChainRunner(Runner):
     make_fallback: Callable[[Session], Runner] | None = None
     fallback: Runner | None = field(init=False, default=None)
     last_chain: LayerChain | None = field(init=False, default=None)
+    """The latest call's; None if that ran in parts."""
+    _known_chain: LayerChain | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         session = self.session
@@ -279,7 +281,7 @@ class ChainRunner(Runner):
             return None, options  # there never was one
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, label)
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
-        config = self._batch_warnings.in_one_piece(config, self.last_chain)
+        config = self._batch_warnings.in_one_piece(config, self._known_chain)
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
         again = functools.partial(self._calls, args, kwargs, config, *rest, is_evaluation=is_evaluation)
         pieces = split(args, kwargs, label, config, self._shared, warns=False)
@@ -323,11 +325,11 @@ class ChainRunner(Runner):
             return None, pieces.replay_options(options, config)
         for call in calls if number > 1 else ():
             if self._batch_warnings.in_one_piece(config, call.chain) is not config:
-                self.last_chain = call.chain
+                self.last_chain = self._known_chain = call.chain
                 return again()
         pieces.warn()
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
-        self.last_chain = calls[-1].chain
+        self.last_chain = self._known_chain = calls[-1].chain
         return calls, options
 
 
