@@ -97,12 +97,10 @@ def _calls_in(file: str) -> list[tuple[int, int, str]]:
     except (SyntaxError, ValueError):  # such as a notebook's cell with commands
         return []
     found = []
-    for statement in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
-        called = (
-            statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-        )
+    for each in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
+        called = each.value.func if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) else None
         name = getattr(called, "attr", getattr(called, "id", ""))
-        found.append((statement.lineno, statement.end_lineno or statement.lineno, name))
+        found.append((each.lineno, each.end_lineno or each.lineno, name))
     return sorted(found, key=lambda each: each[0])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import given_attribute
 from roundpipe.core.compiled_modules import never_compiled
+from roundpipe.core.watched import is_transformed_here
 from roundpipe.effects.places import has_hooks
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.fakes import Dimension
@@ -53,6 +54,8 @@ class TracedPart:
             kwargs["use_cache"] = False  # what layers fill must not be filled by recomputation
         self.stand_in.give_back()
         try:
+            if is_transformed_here():  # there is no batch that could be split
+                return self.module(*args, **kwargs)
             self.session.engine.refuse_inside(f"{self.name}(...)")
             if not self.source.trace_count:
                 self.source.varying.update(dict.fromkeys(_lengths_in(*self._form.normalise(args, kwargs))))

@@ -303,12 +303,10 @@ class Attempt:
 
     def number_of(self, tensor: torch.Tensor) -> Any:
         """The example's number of a fake that has one, where arguments tell it; nothing depends on it."""
+        if not self.has_readable_data(tensor):
+            return None
         with self.recorder.pause(), real_world():
-            known = (
-                self.recorder.data.of(tensor)
-                if self._world.has_data and tensor in self.recorder.builder.node_of
-                else None
-            )
+            known = self.recorder.data.of(tensor)
             return None if known is None else known.item()
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
