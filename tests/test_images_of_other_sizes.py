@@ -59,7 +59,8 @@ def text_config(kind: str, **more: Any) -> Any:
     )
 
 
-def test_a_tower_that_cuts_images_to_their_sizes() -> None:
+def pixtral() -> nn.Module:
+    """A model whose tower cuts images to their sizes."""
     vision = transformers.AutoConfig.for_model(
         "pixtral",
         hidden_size=16,
@@ -70,7 +71,7 @@ def test_a_tower_that_cuts_images_to_their_sizes() -> None:
         patch_size=14,
     )
     torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(
+    return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(
             vision_config=vision,
             text_config=text_config("mistral", head_dim=16),
@@ -80,18 +81,23 @@ def test_a_tower_that_cuts_images_to_their_sizes() -> None:
         )
     )
 
-    def batch_of(sizes: list[tuple[int, int]]) -> Batch:
-        draws = torch.Generator().manual_seed(len(sizes))
-        most = [14 * max(size[side] for size in sizes) for side in (0, 1)]
-        pixels = torch.zeros(len(sizes), 3, *most)
-        for image, (height, width) in zip(pixels, sizes, strict=True):
-            image[:, : 14 * height, : 14 * width] = torch.randn(3, 14 * height, 14 * width, generator=draws)
-        prefixes = [[1] + ([IMAGE] * width + [BREAK]) * height for height, width in sizes]
-        more = {"pixel_values": pixels, "image_sizes": 14 * torch.tensor(sizes)}
-        return with_texts(prefixes, draws) | more
 
-    batches = [batch_of(sizes) for sizes in ([(4, 6), (3, 5)], [(4, 5), (2, 3)], [(2, 2), (4, 3)], [(5, 6), (3, 3)])]
-    num_traces, said = compare(model, batches)
+def batch_of_pixtral(sizes: list[tuple[int, int]]) -> Batch:
+    """Texts with an image each, of these patches along its sides."""
+    draws = torch.Generator().manual_seed(sum(map(sum, sizes)))
+    most = [14 * max(size[side] for size in sizes) for side in (0, 1)]
+    pixels = torch.zeros(len(sizes), 3, *most)
+    for image, (height, width) in zip(pixels, sizes, strict=True):
+        image[:, : 14 * height, : 14 * width] = torch.randn(3, 14 * height, 14 * width, generator=draws)
+    prefixes = [[1] + ([IMAGE] * width + [BREAK]) * height for height, width in sizes]
+    return with_texts(prefixes, draws) | {"pixel_values": pixels, "image_sizes": 14 * torch.tensor(sizes)}
+
+
+def test_a_tower_that_cuts_images_to_their_sizes() -> None:
+    batches = [
+        batch_of_pixtral(sizes) for sizes in ([(4, 6), (3, 5)], [(4, 5), (2, 3)], [(2, 2), (4, 3)], [(5, 6), (3, 3)])
+    ]
+    num_traces, said = compare(pixtral(), batches)
     assert num_traces == 2
     assert sum("where no trace serves a batch" in text for text in said) == 1
     assert not any("runs on the CPU from now on" in text for text in said)

@@ -156,7 +156,7 @@ class TracedSource:
                 self._refuse_lost_state()
                 return None
             if failure is not None:
-                may_end = or_parts and not self._lost
+                may_end = or_parts and not self._lost and not (batch and _is_piece((args, kwargs), batch))
                 if may_end and self._data_traces.end_for(self._traces[0][0].guards, args, kwargs):
                     return None
                 self._note_retrace(failure)

@@ -17,6 +17,7 @@ from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
 from roundpipe.core.layers import LayerChain, Mixing
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
+from roundpipe.runtime.microbatch.merge import is_function
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
@@ -152,7 +153,8 @@ class BatchWarnings:
         """
         is_whole = config.num_microbatch == 1 and not config.auto
         left = _LEFT_IN.get(cause)
-        if is_whole or left is not None and has_loss:
+        is_cut_by_data = cause is TraceCause.ARGUMENT_DATA and is_function(config.split_input)  # as it was in layers
+        if is_whole or is_cut_by_data or left is not None and has_loss:
             return config
         given = not self.may_choose(config)
         if left is not None:

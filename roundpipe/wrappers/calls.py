@@ -287,12 +287,13 @@ class ChainRunner(Runner):
         pieces = split(args, kwargs, label, config, self._shared, warns=False)
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
+        or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # there are no weights to know
         for events in pieces.events:
             for event in events:  # guards may read the arguments
                 event.synchronize()
 
         def calls_by(source: ChainSource) -> list[Call] | None:
-            if (chains := _chains(source, pieces, or_whole=or_whole)) is None:
+            if (chains := _chains(source, pieces, or_whole=or_whole, or_parts=or_parts)) is None:
                 return None
             calls: list[Call] = []
             joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
@@ -333,17 +334,15 @@ class ChainRunner(Runner):
         return calls, options
 
 
-def _chains(source: ChainSource, pieces: Split, *, or_whole: bool) -> list[LayerChain] | None:
-    """A source's chain for each microbatch; None if one has none. ``or_whole``: see `ChainSource.chain_for`."""
+def _chains(source: ChainSource, pieces: Split, **ways: bool) -> list[LayerChain] | None:
+    """A source's chain for each microbatch; None if one has none. ``ways``: of `ChainSource.chain_for`."""
     chains: list[LayerChain] = []
-    is_alone = pieces.num_microbatches == 1
     for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
         batch = None if pieces.batches is None else pieces.batches[index]
         try:
-            before = chains[-1] if chains else None
-            chain = source.chain_for(args, kwargs, before, batch, or_whole=or_whole, or_parts=is_alone)
+            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, **ways)
         except Exception as error:
-            if not is_alone:
+            if pieces.num_microbatches > 1:
                 note_cut(error, pieces.num_microbatches)
             raise
         if chain is None:
