@@ -137,7 +137,7 @@ class HostRunner(Runner):
         if config.loss_scope == "batch":
             forward = functools.partial(self._forward, splits_inside=False)
             return train_on_batch(forward, self.session, training, is_mean=is_mean)
-        if has_backward and not self._warned:
+        if has_backward and not self._warned and not self.parts.traced:
             self._warned = True
             warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "

@@ -12,7 +12,6 @@ import builtins
 import functools
 import logging
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -92,8 +91,11 @@ def trace(
         with interrupts_held(), TRACING, preserved_random_state():
             known = learned.added_to(given)
             if known != given:
-                with suppress(TraceError):
+                try:
                     return trace_knowing(known)
+                except TraceError as error:
+                    if error.cause is TraceCause.ARGUMENT_DATA:
+                        raise
             return trace_knowing(given)
     except TraceError as error:
         own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
