@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import report
+from training_steps import Step, compiled_step, measure_ways, plain_step
 
 import roundpipe
 
@@ -124,9 +124,7 @@ def batches(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def trainer(
-    way: str, options: argparse.Namespace
-) -> tuple[Callable[[dict[str, torch.Tensor]], Any], Callable[[], dict[str, Any]]]:
+def trainer(way: str, options: argparse.Namespace) -> tuple[Step, Callable[[], dict[str, Any]]]:
     """What makes one step, and what ends it all and tells what was seen."""
     import peft
 
@@ -140,33 +138,16 @@ def trainer(
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
     if on_device:
-        model.to(options.device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        plain = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-        def step(batch: dict[str, torch.Tensor]) -> Any:
-            loss = model(**{name: tensor.to(options.device) for name, tensor in batch.items()}).loss
-            loss.backward()
-            plain.step()
-            plain.zero_grad()
-            return loss.detach()
-
-        return step, dict
+        return plain_step(model, options.device), dict
     config = roundpipe.RoundPipeRunConfig(loss_reduction="mean", num_microbatch=1)
     piped = roundpipe.compile(model, devices=[options.device], model_run_config=config)
-    optimizer = torch.optim.AdamW(piped.optim_parameters(), lr=1e-4, fused=True)
-
-    def compiled_step(batch: dict[str, torch.Tensor]) -> Any:
-        loss = piped.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss)
-        piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
-        return loss
 
     def end() -> dict[str, Any]:
         traces = piped.trace_count
         piped.close()
         return {"traces": traces}
 
-    return compiled_step, end
+    return compiled_step(piped), end
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -211,11 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    results = {way: measure(way, options) for way in options.ways}
-    for way, found in results.items():
-        print(way, found)
-    report(options.json, results)
-    return 0
+    return measure_ways(options, measure)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import report
 from generation import add_sizes, decoder
+from training_steps import Step, compiled_step, measure_ways, plain_step
 
 import roundpipe
 
@@ -48,9 +48,7 @@ def batches(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def trainer(
-    way: str, options: argparse.Namespace
-) -> tuple[Callable[[dict[str, torch.Tensor]], Any], Callable[[], None]]:
+def trainer(way: str, options: argparse.Namespace) -> tuple[Step, Callable[[], None]]:
     """What makes one step, and what ends it all."""
     import peft
 
@@ -58,28 +56,10 @@ def trainer(
     model.config.use_cache = False
     model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora, target_modules="all-linear"))
     if way == "plain":
-        model.to(options.device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        plain = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-        def step(batch: dict[str, torch.Tensor]) -> Any:
-            loss = model(**{name: tensor.to(options.device) for name, tensor in batch.items()}).loss
-            loss.backward()
-            plain.step()
-            plain.zero_grad()
-            return loss.detach()
-
-        return step, lambda: None
+        return plain_step(model, options.device), lambda: None
     config = roundpipe.RoundPipeRunConfig(loss_reduction="mean", num_microbatch="auto" if way == "auto" else None)
     piped = roundpipe.compile(model, devices=[options.device], model_run_config=config)
-    optimizer = torch.optim.AdamW(piped.optim_parameters(), lr=1e-4, fused=True)
-
-    def compiled_step(batch: dict[str, torch.Tensor]) -> Any:
-        loss = piped.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss)
-        piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
-        return loss
-
-    return compiled_step, piped.close
+    return compiled_step(piped), piped.close
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -117,11 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    results = {way: measure(way, options) for way in options.ways}
-    for way, found in results.items():
-        print(way, found)
-    report(options.json, results)
-    return 0
+    return measure_ways(options, measure)
 
 
 if __name__ == "__main__":

@@ -59,21 +59,17 @@ def text_config(kind: str, **more: Any) -> Any:
     )
 
 
+def vision_config(kind: str, **more: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.AutoConfig.for_model(kind, **sizes, **more)
+
+
 def pixtral() -> nn.Module:
     """A model whose tower cuts images to their sizes."""
-    vision = transformers.AutoConfig.for_model(
-        "pixtral",
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=112,
-        patch_size=14,
-    )
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(
-            vision_config=vision,
+            vision_config=vision_config("pixtral", image_size=112, patch_size=14),
             text_config=text_config("mistral", head_dim=16),
             image_token_index=IMAGE,
             vision_feature_layer=-1,
@@ -104,19 +100,10 @@ def test_a_tower_that_cuts_images_to_their_sizes() -> None:
 
 
 def test_a_number_of_images_that_is_checked_with_a_message() -> None:
-    vision = transformers.AutoConfig.for_model(
-        "internvl_vision",
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=[28, 28],
-        patch_size=[7, 7],
-    )
     torch.manual_seed(0)
     model = transformers.InternVLForConditionalGeneration(
         transformers.InternVLConfig(
-            vision_config=vision,
+            vision_config=vision_config("internvl_vision", image_size=[28, 28], patch_size=[7, 7]),
             text_config=text_config("qwen2"),
             image_token_id=IMAGE,
             image_seq_length=4,

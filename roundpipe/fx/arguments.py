@@ -31,6 +31,10 @@ class CallForm:
         with suppress(TypeError, ValueError):  # Python can't tell that of compiled and scripted functions
             self._signature = inspect.signature(model.forward)
 
+    def names(self, parameter: str) -> bool:
+        """Whether the signature has a parameter of this name."""
+        return self._signature is not None and parameter in self._signature.parameters
+
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments in normal form.
 

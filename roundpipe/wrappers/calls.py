@@ -66,6 +66,7 @@ class ChainRunner(Runner):
     last_chain: LayerChain | None = field(init=False, default=None)
     """The latest call's; None if that ran in parts."""
     _known_chain: LayerChain | None = field(init=False, default=None)
+    """That of the latest call that had one."""
 
     def __post_init__(self) -> None:
         session = self.session
@@ -287,7 +288,7 @@ class ChainRunner(Runner):
         pieces = split(args, kwargs, label, config, self._shared, warns=False)
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
-        or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # there are no weights to know
+        or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # which needs no weights
         for events in pieces.events:
             for event in events:  # guards may read the arguments
                 event.synchronize()

@@ -122,13 +122,17 @@ class PartsChoice:
 
     def _run_inner(self, module: nn.Module, session: Session) -> Runner:
         """What runs a module in parts of its own."""
-        return replace(self, model=module, override_config={}).make_fallback(session)
+        return self._choice_of(module).make_fallback(session)
 
     def _source_of(self, module: nn.Module) -> tuple[TracedSource, Callable[[Session], Runner]]:
         """Layers of a module, traced at its first call, and what runs it in parts of its own if it can't be traced."""
         assert self.lower_options is not None
-        choice = replace(self, model=module, override_config={}, reaction="log")
+        choice = self._choice_of(module)
         return TracedSource(module, self.lower_options, choice.on_failure), choice.make_fallback
+
+    def _choice_of(self, module: nn.Module) -> PartsChoice:
+        """How a module of the model runs in parts."""
+        return replace(self, model=module, override_config={}, reaction="log")
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:
@@ -210,7 +214,7 @@ class _Walk:
         return not (self._reads_data(module) or has_hooks(module) or runs_autograd(module))
 
     def _reads_data(self, module: nn.Module) -> bool:
-        return bool(self.choice.reading) and not set(modules_in(module)).isdisjoint(self.choice.reading)
+        return not set(self.choice.reading).isdisjoint(modules_in(module))
 
     def _is_one_layer(self, module: nn.Module) -> bool:
         if not _has_forward(module):

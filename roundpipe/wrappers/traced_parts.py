@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +42,8 @@ class TracedPart:
         config = RoundPipeRunConfig()
         self.runner = ChainRunner(self.session, self.module, self.source, self.name, config, self.make_fallback)
         self.stand_in = StandIn(self.module, self)
-        parameters = inspect.signature(self.module.forward).parameters
         self._form = CallForm(self.module)
-        self._may_cache = "use_cache" in parameters and given_attribute(self.module, "config") is not None
+        self._may_cache = self._form.names("use_cache") and given_attribute(self.module, "config") is not None
 
     @never_compiled  # it is the work of many threads
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.guards.failure import Retraces
 from roundpipe.fx.guards.guards import Guards
+from roundpipe.fx.guards.values import readers_of
 
 MOST_TRACES = 1
 """That follow one another since each batch has other data, beside the first trace: each takes seconds to minutes."""
@@ -41,7 +42,7 @@ class DataTraces:
                 f"{self.seconds / number:.1f} s each. Batches with data that were traced still run in layers"
             )
             try:
-                facts = TraceFacts(reading=tuple(sorted(guards.values.readers)))
+                facts = TraceFacts(reading=readers_of(guards.values.reads))
                 self._on_failure(TraceError(words, TraceCause.ARGUMENT_DATA, facts))
             except (TraceError, NotImplementedError):
                 self._may_end = False

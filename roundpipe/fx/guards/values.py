@@ -75,6 +75,13 @@ class ValueRead:
     """Whether a whole batch gives the answer for its pieces."""
     may_be_of_batch: bool = False
     """Whether nobody knows which of both: there was no batch, or the answers were equal."""
+    is_of_data: bool = False
+    """Whether it depends on more of the inputs than their sizes, or on a buffer."""
+
+    @property
+    def gives_value(self) -> bool:
+        """Whether data give more than True or False."""
+        return self.is_of_data and type(self.expected) is not bool
 
     @property
     def nodes(self) -> list[Node]:
@@ -186,6 +193,7 @@ class ValueReader:
         if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
             return UNKNOWN
         needed, whole = self._needed_for(read), UNKNOWN
+        read = replace(read, is_of_data=_reads_data(read, needed))
         try:
             answer = self._answer(read, needed)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
@@ -195,7 +203,7 @@ class ValueReader:
         # what others give than item() must be a plain number
         may_be_either = takes and may_be_size and getattr(function, "__name__", "") == "item"
         is_of_batch = _is_decision(read, answer) or takes and not may_be_size
-        if self._batch is not None and (is_of_batch or may_be_either) and _reads_data(read, needed):
+        if self._batch is not None and (is_of_batch or may_be_either) and read.is_of_data:
             with contextlib.suppress(Exception):  # a graph that serves no batch decides by pieces
                 whole = self._answer(read, needed, self._batch)
         if is_of_batch and whole is not UNKNOWN:
@@ -245,11 +253,11 @@ class ValueProgram:
                 self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
         order = list(own.nodes)
         self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
-        data = [read for read, nodes in zip(self.reads, self._needed_by, strict=True) if _reads_data(read, nodes)]
+        data = [read for read in self.reads if read.is_of_data]
         self._of_sizes, self._of_batch, self._of_data, self._of_both = (
             (part, _needed_for_reads(order, part))
             for part in (
-                [read for read in self.reads if read not in data],
+                [read for read in self.reads if not read.is_of_data],
                 [read for read in data if read.is_of_batch],
                 [read for read in data if not read.is_of_batch],
                 [read for read in data if read.may_be_of_batch],
@@ -287,17 +295,8 @@ class ValueProgram:
 
     def other_data(self, arguments: Any) -> ValueRead | None:
         """The first read, other than a decision, of data that are others in these arguments."""
-        for read, nodes in zip(self.reads, self._needed_by, strict=True):
-            if type(read.expected) is not bool and _reads_data(read, nodes):
-                if self._first_failure([read], nodes, arguments) is not None:
-                    return read
-        return None
-
-    @property
-    def readers(self) -> frozenset[str]:
-        """Names of the modules whose code reads data, other than for decisions."""
-        pairs = zip(self.reads, self._needed_by, strict=True)
-        return frozenset(r.module for r, nodes in pairs if type(r.expected) is not bool and _reads_data(r, nodes))
+        reads = ((r, nodes) for r, nodes in zip(self.reads, self._needed_by, strict=True) if r.gives_value)
+        return next((read for read, nodes in reads if self._first_failure([read], nodes, arguments) is not None), None)
 
     @property
     def decides(self) -> bool:
@@ -319,12 +318,12 @@ class ValueProgram:
         lists: dict[str, list[float]] = {}
         for read, nodes in zip(self.reads, self._needed_by, strict=True):
             is_list = type(read.expected) is list
+            if not (is_list or type(read.expected) in (int, float)) or read.is_of_batch or not read.is_of_data:
+                continue
+            is_of_all = not is_list and not read.may_be_of_batch and not any(map(picks_samples, nodes))
             numbers = [leaf for leaf in trees.leaves(read.expected) if type(leaf) in (int, float)]
-            if numbers and (is_list or type(read.expected) in (int, float)) and not read.is_of_batch:
-                if _reads_data(read, nodes):
-                    is_of_all = not is_list and not read.may_be_of_batch and not any(map(picks_samples, nodes))
-                    found |= dict.fromkeys(numbers, read.location if is_of_all else "")
-                    lists.setdefault(read.location, []).extend(numbers)  # some read each by itself
+            found |= dict.fromkeys(numbers, read.location if is_of_all else "")
+            lists.setdefault(read.location, []).extend(numbers)  # some read each by itself
         for place, numbers in lists.items():
             if len(numbers) > 1:
                 found |= dict.fromkeys((sum(numbers), sum(numbers) / len(numbers)), place)
@@ -345,6 +344,11 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
         and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
         for node in nodes
     )
+
+
+def readers_of(reads: Iterable[ValueRead]) -> tuple[str, ...]:
+    """Names of the modules whose code reads data, other than for decisions."""
+    return tuple(dict.fromkeys(read.module for read in reads if read.gives_value))
 
 
 def _is_decision(read: ValueRead, answer: Any) -> bool:

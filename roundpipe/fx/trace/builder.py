@@ -27,7 +27,7 @@ from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
-from roundpipe.fx.guards.values import UNKNOWN, ValueReader
+from roundpipe.fx.guards.values import UNKNOWN, ValueReader, readers_of
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
 from roundpipe.fx.sizes import (
@@ -306,8 +306,7 @@ class ExampleData:
             answer = self.reader.read(function, node_args, node_kwargs, model_location(), self._module())
         if isinstance(answer, list) and len(self._builder.traced.graph.nodes) > MOST_CALLS:
             words = f"its code takes steps by data, and the graph of this batch would have over {MOST_CALLS:,} calls"
-            facts = TraceFacts(reading=tuple(dict.fromkeys(read.module for read in self.reader.reads)))
-            raise Retry(TraceError(words, TraceCause.ARGUMENT_DATA, facts))
+            raise Retry(TraceError(words, TraceCause.ARGUMENT_DATA, TraceFacts(reading=readers_of(self.reader.reads))))
         return answer
 
     def with_bounds(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

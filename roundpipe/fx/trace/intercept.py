@@ -164,8 +164,8 @@ def _listed(tensor: torch.Tensor) -> Any:
 def _formatted(tensor: torch.Tensor, spec: str) -> str:
     """A text of a fake; one that is for people needs no data, and has those that arguments tell."""
     attempt = _attempt_in_glue()
-    frame = None if attempt is None or tensor.dim() else asking_frame()
-    if attempt is None or frame is None or not makes_text_for_people(frame):
+    frame = asking_frame()
+    if attempt is None or tensor.dim() or frame is None or not makes_text_for_people(frame):
         return ORIGINAL_FORMAT(tensor, spec)
     known = attempt.number_of(tensor)
     return _UNKNOWN if known is None else format(known, spec)

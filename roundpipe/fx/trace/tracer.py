@@ -85,18 +85,11 @@ def trace(
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
     whole = None if batch is None else form.normalise(*batch)
-    given, learned = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs)), learned or Learned()
-    trace_knowing = functools.partial(_trace_doubled, model, form, arguments, whole, learned)
+    learned = learned or Learned()
+    knowledge = learned.added_to(Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs)))
     try:
         with interrupts_held(), TRACING, preserved_random_state():
-            known = learned.added_to(given)
-            if known != given:
-                try:
-                    return trace_knowing(known)
-                except TraceError as error:
-                    if error.cause is TraceCause.ARGUMENT_DATA:
-                        raise
-            return trace_knowing(given)
+            return _trace_doubled(model, form, whole, learned, arguments, knowledge)
     except TraceError as error:
         own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
         if own is not None:
@@ -107,22 +100,23 @@ def trace(
 def _trace_doubled(
     model: nn.Module,
     form: CallForm,
-    arguments: Arguments,
     batch: Arguments | None,
     learned: Learned,
+    arguments: Arguments,
     knowledge: Knowledge,
 ) -> GuardedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
+    trace_for = functools.partial(_trace, model, form, batch, learned)
     doubled = _batch_of_two(arguments, batch)
     if doubled is None:
-        return _trace(model, form, arguments, batch, learned, knowledge)
+        return trace_for(arguments, knowledge)
     try:
-        traced = _trace(model, form, doubled, batch, learned, knowledge, also=arguments)
+        traced = trace_for(doubled, knowledge, also=arguments)
     except OtherSizes as other:
         decisions = other.decisions
     except TraceError as error:
         try:
-            traced = _trace(model, form, arguments, batch, learned, knowledge)
+            traced = trace_for(arguments, knowledge)
         except TraceError:
             raise error from error.__cause__
         traced.fails_for_two = error
@@ -131,7 +125,7 @@ def _trace_doubled(
         if traced.guards.check(*arguments, batch=batch) is None:
             return traced
         decisions = traced.guards.decisions
-    traced = _trace(model, form, arguments, batch, learned, knowledge)
+    traced = trace_for(arguments, knowledge)
     traced.guards.decisions = decisions
     return traced
 
@@ -139,9 +133,9 @@ def _trace_doubled(
 def _trace(
     model: nn.Module,
     form: CallForm,
-    arguments: Arguments,
     batch: Arguments | None,
     learned: Learned,
+    arguments: Arguments,
     knowledge: Knowledge,
     also: Arguments | None = None,
 ) -> GuardedGraph:
