@@ -2,8 +2,8 @@
 
 Invariant: a chain is handed out only for arguments that pass every guard of its trace. Traces are kept, so
 a model that alternates between two of them (train and eval, padded and full batches) traces twice in all. A model
-that can't be traced in train or eval mode is not tried again in that mode, and one whose code does something else for
-each batch's data not for each batch.
+that can't be traced in train or eval mode is not tried again in that mode. One whose code does something else for each
+batch's data is not traced for each batch.
 """
 
 from __future__ import annotations

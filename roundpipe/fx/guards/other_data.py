@@ -11,7 +11,7 @@ from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.guards.values import readers_of
 
 MOST_TRACES = 1
-"""That follow one another since each batch has other data, beside the first trace: each takes seconds to minutes."""
+"""In a row, behind the first, until batches with other data are no longer traced: each takes seconds to minutes."""
 
 
 class DataTraces:
@@ -31,7 +31,7 @@ class DataTraces:
         """That all traces took, with their cuts."""
 
     def end_for(self, guards: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether arguments that no trace serves, the one of these guards included, are not traced."""
+        """Whether arguments that no trace serves are left untraced; the guards are those of the latest trace."""
         if self._may_end is False or self._retraces.in_a_row < MOST_TRACES:
             return False
         reads = guards.reads_other_data(args, kwargs)
