@@ -111,7 +111,7 @@ def test_no_fallback_means_a_trace_each() -> None:
 
 
 def test_a_graph_of_too_many_steps_by_data_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.fx.trace.builder.MOST_CALLS", 20)
+    monkeypatch.setattr("roundpipe.fx.trace.example_data.MOST_CALLS", 20)
     both = Both()
     with both.piped:
         said = [both.step(size, 3, 4) for size in (1, 2, 3)]

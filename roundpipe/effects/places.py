@@ -172,13 +172,13 @@ class Place:
             str(name) for name in names if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
         ]
 
-    def changed_number(self) -> str:
-        """The first Python number, held itself or as an item, that is another one now, in words; empty for none."""
+    def changed_numbers(self) -> dict[Any, str]:
+        """By key, in words, Python numbers that are others now: what it holds itself, or items."""
         if are_other_numbers(self.held, now := self.now()):
-            return self.words
-        before, after = _items(self.held), _items(now)
+            return {self.key: self.words}
+        before, after = items_of(self.held), items_of(now)
         keys = (key for key in before if key in after and are_other_numbers(before[key], after[key]))
-        return next((f"{key!r} of {self.words}" for key in keys), "")
+        return {key: f"{key!r} of {self.words}" for key in keys}
 
     def gained_tensors_only(self) -> bool:
         """Whether a dict got tensors and is else what it was, as a cache of tables does."""
@@ -195,7 +195,7 @@ def are_other_numbers(before: Any, now: Any) -> bool:
     return type(before) in (int, float) and type(now) in (int, float) and before != now
 
 
-def _items(value: Any) -> dict[Any, Any]:
+def items_of(value: Any) -> dict[Any, Any]:
     """What is in a dict by key, and in a sequence by position; nothing of other values."""
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))

@@ -11,7 +11,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,14 +21,21 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.effects.places import are_other_numbers, view_of
+from roundpipe.fx.sizes import Symbolic
+from roundpipe.fx.varying import NumberPlace, may_vary
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CallForm:
-    """The signature of one model's forward, which is looked at once."""
+    """The signature of one model's forward, which is looked at once.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        numbers: which the normal form has as further keyword arguments, with what they are now; see `given`.
+    """
+
+    def __init__(self, model: nn.Module, numbers: Mapping[str, NumberPlace] = MappingProxyType({})) -> None:
+        self.numbers = numbers
         self._signature: inspect.Signature | None = None
         with suppress(TypeError, ValueError):  # Python can't tell that of compiled and scripted functions
             self._signature = inspect.signature(model.forward)
@@ -41,8 +50,9 @@ class CallForm:
         Raises:
             TypeError: they don't fit the signature, in Python's own words.
         """
+        numbers = {name: place.read() for name, place in self.numbers.items()}
         if self._signature is None:
-            return tuple(args), dict(kwargs)
+            return tuple(args), {**kwargs, **numbers}
         positional: list[Any] = []
         named: dict[str, Any] = {}
         given = [
@@ -63,7 +73,12 @@ class CallForm:
                 positional.append(value)
             elif value is not parameter.default:
                 named[parameter.name] = value
-        return tuple(positional), named
+        return tuple(positional), named | numbers
+
+    def given(self, arguments: Arguments) -> Arguments:
+        """Of arguments in normal form, those that the forward is called with."""
+        args, kwargs = arguments
+        return args, {name: value for name, value in kwargs.items() if name not in self.numbers}
 
 
 class ArgumentForm:
@@ -78,7 +93,9 @@ class ArgumentForm:
         self._contents = [entry for entry in contents if entry[2] is not None]
 
     def difference(self, arguments: Any, tensors: list[torch.Tensor]) -> str | None:
-        """What is otherwise in other arguments, in words; their tensors are added to ``tensors``."""
+        """What is otherwise in other arguments, in words, but for numbers that vary; their tensors are added to
+        ``tensors``.
+        """
         paths: list[trees.Path] = []
         values: list[tuple[trees.Path, Any]] = []
         containers: list[trees.Container] = []
@@ -100,11 +117,10 @@ class ArgumentForm:
                 return f"argument {argument_words(path)} was written in place since it was traced"
         return None
 
-    def changed_number(self, arguments: Any) -> str:
-        """The first Python number that is another one in other arguments, in words; empty for none."""
+    def changed_number(self, arguments: Any) -> trees.Path | None:
+        """Where other arguments have another Python number, first of all."""
         values = dict(trees.walk(arguments))
-        changed = (path for path, before in self._values if are_other_numbers(before, values.get(path)))
-        return next((f"argument {argument_words(path)}" for path in changed), "")
+        return next((path for path, before in self._values if are_other_numbers(before, values.get(path))), None)
 
 
 def argument_words(path: trees.Path) -> str:
@@ -153,6 +169,8 @@ def _contents(value: Any) -> Any:
 def _same_value(before: Any, now: Any) -> bool:
     if before is now:
         return True
+    if isinstance(before, Symbolic):
+        return type(now) is before.node.pytype and may_vary(now)
     if type(before) is not type(now):
         return False
     try:

@@ -1,6 +1,6 @@
-"""The world a model is traced in: fake tensors, symbolic sizes, and a twin of the model that holds them.
+"""Fake tensors: their modes, how they are made, and which calls on them need help.
 
-Invariant: fakes hold no memory; the real model and its tensors are only read.
+Invariant: fakes hold no memory; real tensors are only read.
 This file is the only user of torch's fake tensors, and the only importer of its dispatch mode, which sees every
 operator below autograd.
 """
@@ -10,12 +10,10 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
@@ -30,18 +28,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, StatelessSymbolicContext
 
-from roundpipe.core import trees
 from roundpipe.core.compiled_modules import nothing_compiled
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
-from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
 from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import is_transformed, unseen
 from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
-from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of, flat_tensors
-from roundpipe.fx.twin import make_twin
+from roundpipe.fx.sizes import ShapeWorld, flat_tensors, source_named
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
@@ -49,8 +43,6 @@ DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 FAKE: type[torch.Tensor] = FakeTensor
-Dimension = tuple[trees.Path, int]
-"""A dimension of an input: the path to its tensor, and which one."""
 
 
 @contextmanager
@@ -137,17 +129,6 @@ def is_of_no_world(tensor: torch.Tensor) -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class InputSizes:
-    """One tensor input as the world has it."""
-
-    path: trees.Path
-    dtype: torch.dtype
-    requires_grad: bool
-    sizes: tuple[Any, ...]
-    """Per dimension: an int, or the symbol that is this dimension and nothing else."""
-
-
 class LenientMode(FakeTensorMode):
     """Runs what the kernels for fakes refuse and those for data take."""
 
@@ -213,159 +194,25 @@ class RecallingMode(LenientMode):
         return FakeTensor(self, meta, form.device)
 
 
-class FakeWorld:
-    """Fakes of a model and of its inputs.
+@contextmanager
+def running_on_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Runs torch on fakes, as a trace does."""
+    with code_on_fakes(), mode, enable_python_dispatcher(), dropout_as_compiled():
+        yield
 
-    Args:
-        model: the user's model, on any device, ``meta`` included.
-        arguments: ``(args, kwargs)`` in normal form, real.
-        dynamic: dimensions that are symbols although the rule says they are not.
-        also: further arguments that the graph has to serve, which differ in sizes only; None = any.
-        batch: those of the batch that ``arguments`` are a piece of, real; None: they are no piece.
-    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        arguments: Any,
-        dynamic: Collection[Dimension] = (),
-        also: Any = None,
-        batch: Any = None,
-    ) -> None:
-        self.model = model
-        self._also = also
-        self.shapes = ShapeWorld()
-        self.mode = RecallingMode(self.shapes)
-        self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
-        self.real_arguments = arguments
-        self.batch = batch
-        self._dynamic = frozenset(dynamic)
-        self.real: dict[str, torch.Tensor] = {}
-        """Parameters and buffers by name."""
-        self.name_of: dict[torch.Tensor, str] = {}
-        """Name of a parameter or buffer, real or fake; the first if it has several."""
-        self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
-        self._make_fakes()
-        parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
-        self.parameter_at = {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
-        """Storage of each fake parameter, and the real one."""
-        self.twin, self.name_of_module = make_twin(model, self._fake_of)
-        self.real_module = dict(zip(modules_in(self.twin), modules_in(model), strict=True))
-        """The user's module of each of the twin's."""
-        self.inputs: list[InputSizes] = []
-        self._num_inputs = 0
-        self.arguments = self._fake_arguments(arguments)
-        self.has_data = not any(tensor.is_meta for tensor in trees.tensors(arguments))
-        """Whether the example's inputs have data that traced code may ask for."""
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs torch in this world."""
-        with ExitStack() as stack:
-            stack.callback(self.shapes.forget_listeners)
-            stack.enter_context(code_on_fakes())
-            stack.enter_context(self.mode)
-            stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(dropout_as_compiled())
-            yield
-
-    def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:
-        """Each size symbol with the index of its input and its dimension."""
-        return {
-            size: (index, dim)
-            for index, item in enumerate(self.inputs)
-            for dim, size in enumerate(item.sizes)
-            if isinstance(size, sympy.Symbol)
-        }
-
-    def decisions(self, read: Collection[float] = ()) -> SizeSystem:
-        """What code decided by numbers of samples alone, which dimension 0 counts.
-
-        Whether there are as many as data say, which gave the numbers that were ``read``, each piece of a batch decides.
-        """
-        numbers = {symbol: place for symbol, place in self.symbols().items() if not place[1]}
-        asked = self.shapes.decisions.items()
-        return SizeSystem(numbers, {holds: place for holds, place in asked if not equates_with(holds, read)})
-
-    def serves_too(self, assumption: sympy.Basic) -> bool:
-        """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""
-        if self._also is None:
-            return True
-        shapes = [tensor.shape for tensor in trees.tensors(self._also)]
-        return SizeSystem(self.symbols(), {assumption: ""}).first_failure(shapes) is None
-
-    def fake(self, name: str) -> torch.Tensor:
-        """The fake of a parameter or buffer."""
-        return self._fake_of[self.real[name]]
-
-    def replaced(self) -> frozenset[str]:
-        """Names of parameters and buffers in whose place a forward has put something else."""
-        modules = named_modules_in(self.twin)
-        return frozenset(name for name in self.real if not self.has_in_place(name, modules))
-
-    def has_in_place(self, name: str, modules: Mapping[str, nn.Module] | None = None) -> bool:
-        """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there.
-
-        ``modules``: those of the twin by name, as far as they are known.
-        """
-        owner, _, attribute = name.rpartition(".")
-        module = (modules or {}).get(owner) or self.twin.get_submodule(owner)
-        if isinstance(module, torch.jit.ScriptModule):  # it is its own twin, with the real tensors
-            return getattr(module, attribute) is self.real[name]
-        tensors = module._parameters if attribute in module._parameters else module._buffers
-        return tensors.get(attribute) is self.fake(name)
-
-    def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake of a real tensor, every size a plain number."""
-        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
-
-    def _make_fakes(self) -> None:
-        self.real.update(parameters_at(self.model))
-        self.real.update(buffers_at(self.model))
-        host = torch.device("cpu")
-        for name, tensor in self.real.items():
-            if tensor not in self._fake_of:
-                self._check_layout(tensor, name)
-                fake = self._fake_of[tensor] = fake_of(self.mode, tensor, host)
-                self.name_of[tensor] = self.name_of[fake] = name
-
-    def _fake_arguments(self, arguments: Any) -> Any:
-        leaves = [(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
-        fakes = iter([self._fake_input(path, leaf) for path, leaf in leaves])
-        args, kwargs = arguments
-        return (
-            tuple(trees.map_tensors(value, lambda _: next(fakes)) for value in args),
-            {name: trees.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
-        )
-
-    def _check_layout(self, tensor: torch.Tensor, where: str) -> None:
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else f"a sparse one ({tensor.layout})"
-            raise TraceError(
-                f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
-            )
-
-    def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
-        self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
-        is_float = leaf.is_floating_point() or leaf.is_complex()
-        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
-        kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
-        self._num_inputs += 1
-        from torch._dynamo.source import ConstantSource  # takes seconds, which torch takes when operators run on fakes
-
-        on_meta = self.mode.from_tensor(
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"),  # also where the leaf was made for inference
-            source=ConstantSource(f"input_{self._num_inputs}"),
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * leaf.dim()),
-        )
-        with in_kernel_invocation_manager(self.mode):
-            meta = on_meta.detach()
-        fake = FakeTensor(self.mode, meta, torch.device("cpu"))  # those on meta are dispatched otherwise
-        if leaf.requires_grad:
-            fake.requires_grad_()
-        sizes = tuple(expression_of(size) for size in fake.shape)
-        self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))
-        return fake
+def fake_input(mode: FakeTensorMode, leaf: torch.Tensor, name: str, is_dynamic: Sequence[bool]) -> torch.Tensor:
+    """A fake of an argument; sizes that are dynamic are symbols of their own, known by the ``name``."""
+    kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
+    on_meta = mode.from_tensor(
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"),  # also where the leaf was made for inference
+        source=source_named(name),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * leaf.dim()),
+    )
+    with in_kernel_invocation_manager(mode):
+        meta = on_meta.detach()
+    fake = FakeTensor(mode, meta, torch.device("cpu"))  # those on meta are dispatched otherwise
+    return fake.requires_grad_() if leaf.requires_grad else fake
 
 
 def static_mode() -> FakeTensorMode:

@@ -115,6 +115,27 @@ def take(value: Any, kind: str, key: Any) -> Any:
     return trees.get(value, (trees.Access(kind, key),))
 
 
+class Factor(float):
+    """A number that is an input of a graph, and of which no size is made: calls that differ in it are of one kind."""
+
+    __slots__ = ()
+
+
+class Count(int):
+    """The same of an integer."""
+
+    __slots__ = ()
+
+
+def number_of(value: Any, example: float) -> Any:
+    """The number that is an input of a graph; of a fake that stands for it, the example's."""
+    if isinstance(value, torch.Tensor):
+        return example
+    if isinstance(value, (Factor, Count)):
+        return float(value) if isinstance(value, float) else int(value)
+    return value
+
+
 class _Named:
     """A callable that prints as a function: code generation asks for these attributes."""
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe.core import trees
@@ -55,10 +55,24 @@ class ShapeWorld(ShapeEnv):
         self._numbers_given: set[sympy.Basic] = set()
         self.keeps_open = False
         """Whether no size becomes a plain number now."""
+        self.numbers: dict[sympy.Basic, sympy.Basic] = {}
+        """Symbols that stand for no size, but for a number of Python's, and what they are in the example."""
         self._log: dict[Noted, None] | None = None
+
+    def open_number(self, number: float, name: str) -> tuple[sympy.Symbol, Any]:
+        """A symbol for a number of Python's, and what code gets in its place."""
+        source = source_named(name)
+        symbol = self.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
+        self.numbers[symbol] = sympy.sympify(number)
+        make = self.create_symfloatnode if isinstance(number, float) else self.create_symintnode
+        return symbol, make(symbol, hint=number, source=source)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         gives_number = _gives_number(orig_expr)
+        if self.numbers and not self.in_glue() and self._is_of_numbers(orig_expr):
+            answer = orig_expr.xreplace(self.numbers)
+            self._note(Noted(_that(orig_expr, answer), gives_number))
+            return answer
         if gives_number and self.keeps_open:
             raise SizeFixed
         try:
@@ -73,6 +87,11 @@ class ShapeWorld(ShapeEnv):
         if getattr(orig_expr, "free_symbols", None):
             self._note(Noted(_that(orig_expr, answer), gives_number))
         return answer
+
+    def _is_of_numbers(self, expression: Any) -> bool:
+        """Whether an operator asks about numbers alone: it hears what they are, and the graph keeps the symbols."""
+        symbols: set[sympy.Basic] = getattr(expression, "free_symbols", set())
+        return bool(symbols) and symbols <= self.numbers.keys()
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[Any, str]:
         """Torch would note lines of code that nobody reads, and import for it what exports models."""
@@ -163,6 +182,13 @@ class ShapeWorld(ShapeEnv):
         return {sympy.Eq(size, to, evaluate=False): "" for size, to in pairs if isinstance(size, sympy.Symbol)}
 
 
+def source_named(name: str) -> Any:
+    """What torch wants to know of where a symbol comes from."""
+    from torch._dynamo.source import ConstantSource  # takes seconds, which torch takes when operators run on fakes
+
+    return ConstantSource(name)
+
+
 def forget_worlds() -> None:
     """Empty the caches of torch's shape environments: some keep every one that they were asked about, for ever."""
     for method in vars(ShapeEnv).values():
@@ -246,11 +272,11 @@ class SizeSystem:
             if expression.free_symbols and expression.free_symbols <= symbols.keys()
         ]
 
-    def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
-        """The first assumption that tensors of these shapes break."""
+    def first_failure(self, shapes: Sequence[Sequence[Any]]) -> SizeGuard | None:
+        """The first assumption that tensors of these shapes break; a number that varies is like a shape of one size."""
         return next(self.failures(shapes), None)
 
-    def failures(self, shapes: Sequence[torch.Size]) -> Iterator[SizeGuard]:
+    def failures(self, shapes: Sequence[Sequence[Any]]) -> Iterator[SizeGuard]:
         """Every one, in order."""
         sizes = [shapes[index][dim] for index, dim in self.positions.values()]
         for guard in self.guards:

@@ -29,7 +29,6 @@ from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_
 from roundpipe.core.module_tree import modules_in, training_bytes_of
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import Arguments
-from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.guards.failure import OF_MODEL, Failure, Retraces, nearest
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.other_data import DataTraces
@@ -41,6 +40,7 @@ from roundpipe.fx.trace.decisions import Learned, Need
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
+from roundpipe.fx.varying import Varying
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class TracedSource:
         self._retraces = Retraces(type(model).__name__)
         self._learned = Learned()
         self._data_traces = DataTraces(self._retraces, on_failure)
-        self.varying: dict[Dimension, None] = {}
-        """Dimensions of float inputs that were seen to vary, which later traces keep open."""
+        self.varying: dict[Varying, None] = {}
+        """Dimensions of float inputs, and numbers, that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
         self._noted_written = self._noted_compiled = False
@@ -250,7 +250,7 @@ class TracedSource:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
             self._learned.forget()
-        self.varying.update(dict.fromkeys(failure.dimensions))
+        self.varying.update(dict.fromkeys(failure.varying))
         self._retraces.note(failure)
 
     def _trace(

@@ -15,8 +15,8 @@ from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.watched import is_transformed_here
 from roundpipe.effects.places import has_hooks
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.source import TracedSource
+from roundpipe.fx.varying import Varying
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.parts import CallOptions, StandIn, overlaid
@@ -65,7 +65,7 @@ class TracedPart:
             self.stand_in.take_over()
 
 
-def _lengths_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Dimension]:
+def _lengths_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Varying]:
     """Dimensions of float arguments that are as long as some of integers, as hidden states are as their positions."""
     tensors = [(path, leaf) for path, leaf in trees.walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     lengths = {size for _, tensor in tensors if not tensor.is_floating_point() for size in tensor.shape[1:]}

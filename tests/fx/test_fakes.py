@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.fakes import FakeWorld, is_fake, is_of_no_world, real_world
+from roundpipe.fx.fakes import is_fake, is_of_no_world, real_world
 from roundpipe.fx.sizes import expression_of
+from roundpipe.fx.world import FakeWorld
 
 
 class Tied(nn.Module):

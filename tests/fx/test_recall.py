@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.fakes import FakeWorld, RecallingMode, is_fake
+from roundpipe.fx.fakes import RecallingMode, is_fake
 from roundpipe.fx.recall import OperatorMemo
 from roundpipe.fx.sizes import expression_of, flat_tensors
 from roundpipe.fx.trace.tracer import trace
+from roundpipe.fx.world import FakeWorld
 from tests.fx.models import CASES, causal_inputs, llama
 from tests.fx.replay import eager_difference
 

@@ -1,8 +1,9 @@
-"""Numbers that change at every step and are part of a trace: the warning names them, and what it advises helps."""
+"""Numbers that change at every step: inputs of the graph, or else a warning names them, and what it advises helps."""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,16 +34,24 @@ class AnnealedHead(nn.Module):
         self.register_buffer("weight", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, given: Any = 0.0) -> torch.Tensor:
-        rate = self.rate + self.table["rate"] + self.pair[1] + Rates.rate + given + self.weight
-        return self.linear(x) * (1 + rate)
+        rate = self.rate + self.table["rate"] + self.pair[1] + Rates.rate + given
+        return self.linear(x) * (1 + rate + self.weight)
+
+
+class HeadByTheNumber(AnnealedHead):
+    """What it does with the rate takes a number itself."""
+
+    def forward(self, x: torch.Tensor, given: Any = 0.0) -> torch.Tensor:
+        rate = self.rate + self.table["rate"] + self.pair[1] + Rates.rate + given
+        return self.linear(x) * math.exp(-rate)
 
 
 def _set(model: Any, where: str, rate: float) -> None:
-    if where == "AnnealedHead.rate":
+    if where == "Head.rate":
         model.rate = rate
-    elif where == "'rate' of AnnealedHead.table":
+    elif where == "'rate' of Head.table":
         model.table["rate"] = rate
-    elif where == "1 of AnnealedHead.pair":
+    elif where == "1 of Head.pair":
         model.pair[1] = rate
     elif where == "Rates.rate":
         Rates.rate = rate
@@ -76,20 +85,33 @@ def plain_loss(step: int) -> Any:
     return F.cross_entropy
 
 
-@pytest.mark.parametrize(
-    "where", ["AnnealedHead.rate", "'rate' of AnnealedHead.table", "1 of AnnealedHead.pair", "Rates.rate"]
-)
-def test_a_number_of_the_model_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+PLACES = ["Head.rate", "'rate' of Head.table", "1 of Head.pair", "Rates.rate"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_number_of_the_model_is_an_input(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rates, "rate", 0.0)
     model = AnnealedHead().to(DTYPE)
+    assert steps(model, lambda step: _set(model, where, step * 0.5), plain_loss, nothing) == ([], 2)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_number_that_can_be_none_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "rate", 0.0)
+    model = HeadByTheNumber().to(DTYPE)
     said, num_traces = steps(model, lambda step: _set(model, where, step * 0.5), plain_loss, nothing)
     assert num_traces == NUM_STEPS and len(said) == 1
-    assert f"{where} is a Python number" in said[0] and "0-dim tensor" in said[0]
+    name = where.replace("Head", "HeadByTheNumber")
+    assert f"{name} is a Python number" in said[0] and "0-dim tensor" in said[0]
 
 
-def test_a_number_among_the_arguments_is_named() -> None:
-    said, _ = steps(AnnealedHead().to(DTYPE), nothing, plain_loss, lambda step: {"given": 0.5 + step})
-    assert len(said) == 1 and "argument given is a Python number" in said[0]
+def test_so_are_they_among_the_arguments() -> None:
+    def given(step: int) -> dict[str, Any]:
+        return {"given": 0.5 + step}
+
+    assert steps(AnnealedHead().to(DTYPE), nothing, plain_loss, given) == ([], 2)
+    said, num_traces = steps(HeadByTheNumber().to(DTYPE), nothing, plain_loss, given)
+    assert num_traces == NUM_STEPS and len(said) == 1 and "argument given is a Python number" in said[0]
 
 
 def test_what_is_no_number_has_other_advice() -> None:

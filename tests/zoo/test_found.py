@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
-from roundpipe.fx.fakes import FakeWorld
+from roundpipe.fx.world import FakeWorld
 from tests.zoo.compare import largest_difference
 
 WIDTH = 8

@@ -40,6 +40,12 @@ def entered_modes(node: Node) -> AbstractContextManager[None]:
     return nullcontext() if modes is None else modes.enter()
 
 
+def number_of_input(node: Node) -> torch.SymInt | torch.SymFloat | None:
+    """The symbolic number that an input stands for; None if it is a tensor."""
+    number: torch.SymInt | torch.SymFloat | None = node.meta.get("number")
+    return number
+
+
 def draws_random(node: Node) -> bool:
     """Whether the node may draw random numbers."""
     return bool(node.meta.get("random", False))

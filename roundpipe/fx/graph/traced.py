@@ -2,7 +2,8 @@
 
 The tracer writes it; the cost model, the partition and the code generator read it. Grammar (checked by `lint`):
 
-    placeholder     one per tensor leaf of the arguments, first; target and name are the input's name
+    placeholder     one per tensor leaf of the arguments, first, then one per number that varies, as a tensor of no
+                    dimensions; target and name are the input's name
     get_attr        a parameter or buffer of the model, or a constant; anywhere before its readers
     call_module     a leaf: a module of the model that runs as its author wrote it
     call_function   glue; also accessors (`getitem` / `getattr` of a value that is not a tensor)
@@ -35,9 +36,19 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import parameters_in
 from roundpipe.effects.kept import Kept
-from roundpipe.fx.graph.nodes import draws_random, has_effect, hint, modes_of, mutated_by, value_of, writes_buffers
+from roundpipe.fx.graph.nodes import (
+    draws_random,
+    has_effect,
+    hint,
+    modes_of,
+    mutated_by,
+    number_of_input,
+    value_of,
+    writes_buffers,
+)
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import Symbolic, expression_of
+from roundpipe.fx.varying import NumberPlace
 
 
 class OutputValue:
@@ -88,8 +99,11 @@ class TracedGraph:
     """Targets of get_attr that are not attributes of the model, such as ``_constant_0``."""
     input_paths: dict[str, trees.Path] = field(default_factory=dict)
     """Placeholder name -> path into ``(args, kwargs)`` normalised to the forward's signature."""
+    numbers: Mapping[str, NumberPlace] = field(default_factory=dict)
+    """Where the model has numbers that are inputs, beside arguments, by their names among these."""
     arguments: Any = None
-    """``(args, kwargs)`` in that form, with an `OutputValue` of its placeholder in place of every tensor."""
+    """``(args, kwargs)`` in that form, with an `OutputValue` of its placeholder in place of each tensor, and of each
+    number that varies."""
     uncut: frozenset[str] = frozenset()
     """Placeholders of tensors that every microbatch has whole, where the example is known to be one of several."""
     output: Any = None
@@ -124,6 +138,18 @@ class TracedGraph:
         is_text = len(shape) == 2 and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
         number, thing = (math.prod(map(hint, shape)), "token") if is_text else (hint(shape[0]), "sample")
         return f"{number:,} {thing}{'s' if number != 1 else ''}"
+
+    @property
+    def number_hints(self) -> dict[str, float]:
+        """By the name of an input that is a number, the example's."""
+        numbers = {node.name: number_of_input(node) for node in self.placeholders}
+        return {name: number.node.hint for name, number in numbers.items() if number is not None}
+
+    @property
+    def given_arguments(self) -> Any:
+        """Those of the arguments that the forward is called with."""
+        args, kwargs = self.arguments
+        return args, {name: value for name, value in kwargs.items() if name not in self.numbers}
 
     @property
     def placeholders(self) -> list[Node]:

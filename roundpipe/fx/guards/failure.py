@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe.core.caller import warn
-from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.varying import Varying
 
 RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
@@ -20,8 +20,8 @@ class Failure:
     """Why a trace does not serve a call."""
 
     message: str
-    dimensions: tuple[Dimension, ...] = ()
-    """Dimensions of float inputs that the trace has as plain numbers and that vary."""
+    varying: tuple[Varying, ...] = ()
+    """What varies and the trace has as plain numbers: dimensions of float inputs, and numbers of Python's."""
     number: str = ""
     """The Python number that is another one now, if that is why: in words."""
     is_of_modes: bool = False

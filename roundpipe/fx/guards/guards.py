@@ -19,13 +19,13 @@ import sympy
 import torch
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
-from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
@@ -33,6 +33,8 @@ from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.locations import with_source
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeGuard, SizeSystem
+from roundpipe.fx.varying import NUMBER, Varying
+from roundpipe.fx.world import FakeWorld, InputSizes
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
@@ -109,14 +111,13 @@ class Guards:
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments)
+        self._numbers = [each.path for each in world.numbers]
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
         self.decisions = world.decisions(values.numbers)
         """What the glue decided by numbers of samples alone; of a graph for one sample, what it decides for two."""
         self._operators = [SizeSystem(world.symbols(), world.shapes.size_assumptions())]
         positions = self._glue.positions.items()
-        self._size_words = {
-            symbol: f"{argument_words(self._inputs[index].path)}.size({dim})" for symbol, (index, dim) in positions
-        }
+        self._size_words = {symbol: self._words_for(*position) for symbol, position in positions}
         self._by_shapes: dict[Any, Failure | None] = {}
         self._model: ModelGuard | None = None
         self._weight_writes = list(weight_writes)
@@ -190,7 +191,7 @@ class Guards:
         arguments = self._form.normalise(args, kwargs)
         tensors: list[torch.Tensor] = []
         if words := self._arguments.difference(arguments, tensors):
-            return Failure(words, number=self._arguments.changed_number(arguments))
+            return self._failure_of_number(words, self._arguments.changed_number(arguments))
         if words := self._other_tensors(tensors):
             return Failure(words)
         if failure := self._failure_of_shapes(arguments, tensors):
@@ -211,8 +212,24 @@ class Guards:
         name, inputs = self._words_of(read)
         return f"its code reads data of {inputs} ({name}) at {with_source(read.location)}"
 
+    def _failure_of_number(self, words: str, path: trees.Path | None) -> Failure:
+        """Arguments differ; the path is that of a number, if one does."""
+        if path is None:
+            return Failure(words)
+        return Failure(words, ((path, NUMBER),), number=f"argument {argument_words(path)}")
+
+    def _words_for(self, index: int, dim: int) -> str:
+        """A size, or a number that varies, as the user would write it."""
+        if index < len(self._inputs):
+            return f"{argument_words(self._inputs[index].path)}.size({dim})"
+        return argument_words(self._numbers[index - len(self._inputs)])
+
+    def _varying_numbers(self, arguments: Any) -> list[tuple[Any]]:
+        """Each as the one size of a shape, as `SizeSystem` takes them."""
+        return [(trees.get(arguments, path),) for path in self._numbers]
+
     def _failure_of_shapes(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
-        key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        key = *((tensor.shape, tensor.dtype) for tensor in tensors), *self._varying_numbers(arguments)
         if key not in self._by_shapes:
             if len(self._by_shapes) >= MAX_CACHED_SHAPES:
                 self._by_shapes.clear()
@@ -270,23 +287,25 @@ class Guards:
                     f"input {argument_words(item.path)} is {tensor.dtype} with {tensor.dim()} dimensions, traced "
                     f"with {item.dtype} and {len(item.sizes)}"
                 )
-        shapes = [tensor.shape for tensor in tensors]
+        shapes: list[Sequence[Any]] = [tensor.shape for tensor in tensors]
         if failure := self._number_failure(shapes):
             return failure
+        shapes += self._varying_numbers(arguments)
         broken = self._glue.first_failure(shapes)
         if broken is not None:
             where = f"the model's code at {broken.location}" if broken.location else "an operator"
             return Failure(
                 f"{where} took a decision that holds only if "
-                f"{self._in_words(broken.holds)}; now {self._current_sizes(broken.holds, shapes)}"
+                f"{self._in_words(broken.holds)}; now {self._current_sizes(broken.holds, shapes)}",
+                number=self._number_in(broken.holds),
             )
         if any(system.first_failure(shapes) is None for system in self._operators):
             return None
         return self._verified(arguments, shapes)
 
-    def _number_failure(self, shapes: list[torch.Size]) -> Failure | None:
+    def _number_failure(self, shapes: list[Sequence[Any]]) -> Failure | None:
         """Sizes that the trace has as plain numbers, and sizes of 0."""
-        varied: list[Dimension] = []
+        varied: list[Varying] = []
         words: list[str] = []
         for item, shape in zip(self._inputs, shapes, strict=True):
             for dim, (traced, now) in enumerate(zip(item.sizes, shape, strict=True)):
@@ -298,7 +317,7 @@ class Guards:
                     words.append(f"dimension {dim} of {argument_words(item.path)} is {now}, traced with {traced}")
         return Failure("; ".join(words), tuple(varied)) if varied else None
 
-    def _verified(self, arguments: Any, shapes: list[torch.Size]) -> Failure | None:
+    def _verified(self, arguments: Any, shapes: list[Sequence[Any]]) -> Failure | None:
         first = self._operators[0].first_failure(shapes)
         asked = self._in_words(first.holds) if first is not None else "other sizes"
         if len(self._operators) >= MAX_VARIANTS:
@@ -326,11 +345,22 @@ class Guards:
         name = getattr(read.function, "__name__", str(read.function))
         return name, ", ".join(self.values.inputs_of(read)) or "a buffer"
 
+    def _number_in(self, assumption: SizeExpression) -> str:
+        """A number that varies in an assumption, in words; empty if there is none."""
+        positions = (place for name, place in self._glue.positions.items() if name in _names_in(assumption))
+        paths = (self._numbers[index - len(self._inputs)] for index, _ in positions if index >= len(self._inputs))
+        words = map(argument_words, paths)
+        return next((each if each in self._form.numbers else f"argument {each}" for each in words), "")
+
     def _in_words(self, assumption: SizeExpression) -> str:
         """An assumption with the arguments' sizes in place of symbols."""
         return re.sub(r"\w+", lambda match: self._size_words.get(match[0], match[0]), assumption.source)
 
-    def _current_sizes(self, assumption: SizeExpression, shapes: list[torch.Size]) -> str:
-        names = re.findall(r"\w+", assumption.source)
+    def _current_sizes(self, assumption: SizeExpression, shapes: list[Sequence[Any]]) -> str:
+        names = _names_in(assumption)
         positions = {name: position for name, position in self._glue.positions.items() if name in names}
         return ", ".join(f"{self._size_words[name]} is {shapes[i][dim]}" for name, (i, dim) in positions.items())
+
+
+def _names_in(assumption: SizeExpression) -> list[str]:
+    return re.findall(r"\w+", assumption.source)

@@ -30,6 +30,7 @@ from roundpipe.effects.places import (
     CONTAINERS,
     NAMES,
     OF_TORCH,
+    Place,
     are_other_numbers,
     hook_tables,
     same_contents,
@@ -49,6 +50,7 @@ from roundpipe.fx.guards.failure import OF_LOSS, OF_MODEL, Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
 from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
+from roundpipe.fx.varying import NumberPlace, without_items
 
 MAX_COMPARED_WEIGHT = 1 << 14
 """Elements of a weight that is looked at in each call, since a forward may write it."""
@@ -71,6 +73,8 @@ class OwnChanges:
     """What it changes at every call, in words."""
     kept: Sequence[Kept] = ()
     """Values that it leaves and never reads: anything may be in their places."""
+    numbers: Sequence[NumberPlace] = ()
+    """Those that are arguments of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,9 @@ class ModelGuard:
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
         self._leaf_hook_dicts = [hooks for _, hooks in leaf_hooks]
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
+        self._inputs = {place.identity for place in own.numbers}
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
+        self._python.reach.places[:] = [each for each in map(self._without_inputs, self._python.reach.places) if each]
         self._quick = QuickComparison(self._python.reach.places)
         self._kept = KeptPlaces(own.kept, self._python.reach.places, self._modules)
         kept_whole = [module for module in self._modules if module not in glue]
@@ -156,7 +162,10 @@ class ModelGuard:
             form = type(module), module in self._own_names, *held
             if form not in known:
                 known[form] = sorted(self._relevant(module, held))
-            self._attributes.append((module, known[form], list(map(held.__getitem__, known[form]))))
+            names = known[form]
+            if self._inputs:
+                names = [name for name in names if (id(held), name) not in self._inputs]
+            self._attributes.append((module, names, list(map(held.__getitem__, names))))
         self._owners = [module.__dict__ for module, names, _ in self._attributes for _ in names]
         self._names = list(chain.from_iterable(names for _, names, _ in self._attributes))
         self._values = list(chain.from_iterable(values for *_, values in self._attributes))
@@ -170,8 +179,22 @@ class ModelGuard:
             view = reads.view(place.owner) if place.view is CONTAINER else None
             if view is not None or place.view in (CLASS, NAMES):
                 view = view or place.view
+                if keys := self._keys_of_inputs(place):
+                    view = without_items(view, keys)
                 self._python.reach.places[index] = replace(place, view=view, held=view.read(place.owner, place.key))
         self._quick = QuickComparison(self._python.reach.places)
+
+    def _without_inputs(self, place: Place) -> Place | None:
+        """A place without numbers that are arguments of the graph; None if it is one itself."""
+        if not self._inputs or place.view.is_variable:
+            return None if (id(place.owner), place.key) in self._inputs else place
+        if not (keys := self._keys_of_inputs(place)):
+            return place
+        view = without_items(place.view, keys)
+        return replace(place, view=view, held=view.read(place.owner, place.key))
+
+    def _keys_of_inputs(self, place: Place) -> set[Any]:
+        return {key for owner, key in self._inputs if owner == id(place.owner)} if not place.view.is_variable else set()
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""
@@ -262,14 +285,24 @@ class ModelGuard:
                 value = module.__dict__.get(name, _MISSING)
                 if not _are_alike(before, value) and not self._sets_itself(module, name, value, before):
                     place = f"{type(module).__name__}.{name}"
-                    number = place if are_other_numbers(before, value) else ""
-                    return Failure(f"{place} is {_words(value)}, traced with {_words(before)}", number=number)
+                    words = f"{place} is {_words(value)}, traced with {_words(before)}"
+                    is_number = are_other_numbers(before, value)
+                    return Failure(words, self._changed_numbers(), number=place) if is_number else Failure(words)
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
                 for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
                     if not self._sets_itself(module, name, module.__dict__[name]):
                         return Failure(f"{type(module).__name__}.{name} is new")
         return None
+
+    def _changed_numbers(self) -> tuple[NumberPlace, ...]:
+        """All attributes of modules that hold other numbers now."""
+        return tuple(
+            NumberPlace(f"{type(module).__name__}.{name}", module.__dict__, name)
+            for module, names, values in self._attributes
+            for name, before in zip(names, values, strict=True)
+            if are_other_numbers(before, module.__dict__.get(name))
+        )
 
     def _change_of_python(self) -> Failure | None:
         changed = self._python.changed(self.own.places)
@@ -278,10 +311,10 @@ class ModelGuard:
             return None
         now = place.now()
         if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
-            return Failure(f"{place.words} is {now!r}, traced with {place.held!r}", number=place.changed_number())
+            return _failure_of_numbers(f"{place.words} is {now!r}, traced with {place.held!r}", place)
         names = enumerated(place.changed_items(), most=3)
         words = f"{place.words} holds something else now{names and f' ({names})'}"
-        return Failure(words, number=place.changed_number())
+        return _failure_of_numbers(words, place)
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any, before: Any = _MISSING) -> bool:
         """Whether the forward itself puts such a value there, or leaves values in it."""
@@ -293,6 +326,12 @@ class ModelGuard:
         codes = {*map(_code_of, known.values()), *self.own.hooks.get(leaf, ())}
         uses = [uses_of_hook(hook) for hook in hooks.values() if _code_of(hook) not in codes]
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
+
+
+def _failure_of_numbers(words: str, place: Place) -> Failure:
+    """A place has changed, maybe in numbers."""
+    varying = NumberPlace.changed_in(place)
+    return Failure(words, varying, number=varying[0].words if varying else "")
 
 
 def _are_alike(before: Any, value: Any) -> bool:

@@ -130,9 +130,13 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 def value_key(value: Any) -> Hashable:
-    """Equal for values whose tensors are of the same kind."""
+    """Equal for values whose tensors are of the same kind, and whose integers, which may be sizes, are the same."""
     leaves = trees.leaves(value)
     return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if type(leaf) is int
+        else type(leaf)
         for leaf in leaves
     )

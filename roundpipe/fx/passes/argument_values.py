@@ -23,6 +23,7 @@ from roundpipe.fx.graph.nodes import (
     has_effect,
     hint,
     mutated_by,
+    number_of_input,
     storage_key,
     value_of,
     writes_buffers,
@@ -30,6 +31,7 @@ from roundpipe.fx.graph.nodes import (
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_of_samples
 from roundpipe.fx.passes.sample_sums import SampleSum
+from roundpipe.fx.varying import NUMBER
 
 Count = Callable[[Any], float]
 """From a microbatch's arguments, in normal form, what it counts for in a mean."""
@@ -58,8 +60,11 @@ class ArgumentValues:
             for key in {storage_key(each) for each in mutated_by(node)} - {None}:
                 self._writers.setdefault(key, []).append(node)
         self._sizes: dict[sympy.Basic, tuple[trees.Path, int]] = {}
-        """By symbol, an argument that has it as the size of a dimension."""
+        """By symbol, an argument that has it as the size of a dimension, or that is this number."""
         for node in self._placeholders:
+            number = number_of_input(node)
+            if isinstance(number, torch.SymInt):
+                self._sizes[number.node.expr] = traced.input_paths[node.name], NUMBER
             value = value_of(node)
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
@@ -209,7 +214,8 @@ class ArgumentValues:
 
     def _size(self, size: Any, arguments: Any) -> int:
         places = {symbol: self._sizes[symbol] for symbol in symbols_of(size)}
-        sizes = {symbol: trees.get(arguments, path).shape[dim] for symbol, (path, dim) in places.items()}
+        values = {symbol: (trees.get(arguments, path), dim) for symbol, (path, dim) in places.items()}
+        sizes = {symbol: value if dim == NUMBER else value.shape[dim] for symbol, (value, dim) in values.items()}
         return int(size.node.expr.subs(sizes))
 
 

@@ -30,9 +30,19 @@ from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, Glue, LayerChain, LayerSpec
 from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import draws_random, has_effect, installs_hook, modes_of, writes_buffers
+from roundpipe.fx.graph.nodes import (
+    draws_random,
+    has_effect,
+    installs_hook,
+    modes_of,
+    number_of_input,
+    value_of,
+    writes_buffers,
+)
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import (
+    Count,
+    Factor,
     NamedCall,
     assign_buffer,
     call_leaf,
@@ -47,6 +57,8 @@ from roundpipe.fx.passes.forms import ValueForms
 from roundpipe.fx.passes.generated import Generated, sizes_key
 from roundpipe.fx.passes.glue import GlueCode, GlueFunctions, made_of, names_of_equal
 from roundpipe.fx.passes.partition import Chunk, Partition, layer_costs
+from roundpipe.fx.passes.sample_dimensions import symbols_in
+from roundpipe.fx.sizes import expression_of
 
 
 def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:
@@ -59,12 +71,12 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
         layers.append(writer.write())
         glue = layers[-1].programs.glue = GlueCode(writer.graph, writer.glue(names), functions)
         specs.append(_spec(partition, chunk, writer.uses_device, tuple(glue.described())))
-    form = CallForm(traced.model)
+    form = CallForm(traced.model, traced.numbers)
     forms = ValueForms(traced, form, {*specs[-1].reads, *output_names(traced.output)})
     exit = OutputExit(traced.output, forms)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
-    entry = ArgumentEntry(form, paths)
+    entry = ArgumentEntry(form, paths, _numbers_without_size(traced))
     sums = layer_costs(traced, partition, layers, costs)
     return LayerChain(layers, specs, sums, entry, exit, traced.example_elements, traced.example_size)
 
@@ -86,13 +98,25 @@ class ArgumentEntry:
     form: CallForm
     paths: dict[str, trees.Path]
     """Input name -> path into the arguments' normal form."""
+    numbers: frozenset[str]
+    """Names of those that are numbers of which no size is made."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
         arguments = self.form.normalise(args, kwargs)
-        return {name: trees.get(arguments, path) for name, path in self.paths.items()}
+        carry = {name: trees.get(arguments, path) for name, path in self.paths.items()}
+        for name in self.numbers & carry.keys():
+            carry[name] = Factor(carry[name]) if isinstance(carry[name], float) else Count(carry[name])
+        return carry
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArgumentEntry:
         return self
+
+
+def _numbers_without_size(traced: TracedGraph) -> frozenset[str]:
+    numbers = {node.name: number_of_input(node) for node in traced.placeholders}
+    sizes = symbols_in(map(value_of, traced.graph.nodes)) if any(each is not None for each in numbers.values()) else ()
+    free = {name for name, each in numbers.items() if each is not None and expression_of(each) not in sizes}
+    return frozenset(free)
 
 
 class OutputExit:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import value_of
+from roundpipe.fx.graph.nodes import number_of_input, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import Symbolic, expression_of, size_function
@@ -39,7 +39,7 @@ class ValueForms:
         self._places: dict[str, tuple[trees.Path, int]] = {}
         """By symbol: a tensor of the arguments, and the position of the symbol in its sizes and strides."""
         for node in traced.placeholders:
-            for position, size in enumerate(_layout(value_of(node))):
+            for position, size in enumerate(_sizes_of(node)):
                 expression = expression_of(size)
                 if getattr(expression, "is_Symbol", False):
                     self._places.setdefault(str(expression), (traced.input_paths[node.name], position))
@@ -87,6 +87,14 @@ class ValueForms:
         return {name: example(form) for name, form in self._forms.items() if form is not None}
 
 
+def _sizes_of(node: Node) -> tuple[Any, ...]:
+    """What arguments tell of sizes: the layout of an input, as `_layout` gives it of a call's."""
+    number = number_of_input(node)
+    return _layout(value_of(node) if number is None else number)
+
+
 def _layout(value: Any) -> tuple[Any, ...]:
-    """The sizes of a tensor, then its strides if it has any."""
+    """The sizes of a tensor, then its strides if it has any; a number itself."""
+    if not isinstance(value, torch.Tensor):
+        return (value,)
     return (*value.shape, *value.stride()) if value.layout is torch.strided else tuple(value.shape)

@@ -73,12 +73,12 @@ class GeneratedFunction:
 
 
 def sizes_key(values: Iterable[Any]) -> Hashable:
-    """Equal for values whose tensors have the same sizes and types, and all else is the same."""
+    """Equal for values whose tensors have the same sizes and types, and all else that sizes are made of is the same."""
     return tuple(
         (tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, torch.Tensor)
         else leaf
-        if isinstance(leaf, trees.PLAIN)
+        if type(leaf) in trees.PLAIN
         else type(leaf)
         for value in values
         for leaf in trees.leaves(value)

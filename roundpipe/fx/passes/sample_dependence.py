@@ -225,7 +225,8 @@ class _DependenceRun(GraphInterpreter):
         twin = self._attributes.twin(self._traced.model)
         with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
             values = {node.name: self._example(node) for node in self._traced.placeholders}
-            args, kwargs = self._traced.arguments
+            values |= self._traced.number_hints
+            args, kwargs = self._traced.given_arguments
             args, kwargs = [trees.map_leaves(arg, given) for arg in args], trees.map_leaves(kwargs, given)
             self._watch.place, self._watch.caller = f"the forward of {type(twin).__name__}", _call.__code__
             try:

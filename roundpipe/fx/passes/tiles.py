@@ -87,7 +87,7 @@ _analysed: WeakKeyDictionary[LayerChain, set[Hashable]] = WeakKeyDictionary()
 
 def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], tiles: Tiles) -> None:
     """Let those generated layers of a chain that have tiles run in them on microbatches of these arguments' sizes."""
-    key = sizes_key([args, kwargs]), tiles.layers > 1, tiles.tail > 1
+    key = sizes_key(chain.entry(args, kwargs).values()), tiles.layers > 1, tiles.tail > 1
     known = _analysed.setdefault(chain, set())
     if key in known:
         return

@@ -29,7 +29,7 @@ from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.fakes import FakeWorld, real_world
+from roundpipe.fx.fakes import real_world
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
@@ -46,6 +46,7 @@ from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
+from roundpipe.fx.world import FakeWorld
 
 
 class OtherSizes(BaseException):
@@ -105,7 +106,7 @@ class Attempt:
 
     def run(self) -> GuardedGraph:
         recorder, world = self.recorder, self._world
-        args, kwargs = world.arguments
+        args, kwargs = self._form.given(world.arguments)
         try:
             with intercepting(self, world.model, self._python.reach), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
@@ -171,7 +172,7 @@ class Attempt:
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
                 graph.erase_node(node)
-        traced.output = template
+        traced.output, traced.numbers = template, self._form.numbers
         traced.kept = [KeptValue(each.place, value) for each, value in zip(self.kept, kept, strict=True)]
         traced.example_elements = sum(tensor.numel() for tensor in trees.tensors(world.real_arguments))
         traced.opaque = self._leaves.opaque()
@@ -265,7 +266,12 @@ class Attempt:
         glue = {real[module] for module in self.glue.modules}
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self.recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in modules_in(leaf) if inner in real}
-        own = OwnChanges(places=places, counts=counts, kept=[each.place for each in self.kept])
+        own = OwnChanges(
+            places=places,
+            counts=counts,
+            kept=[each.place for each in self.kept],
+            numbers=[*self._form.numbers.values()],
+        )
         for module, name, _, value, _ in changed:
             if module in self.glue.modules:
                 own.values[real[module], name] = kind_and_value(value)

@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 import sympy
@@ -22,25 +22,22 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
-from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
-from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
+from roundpipe.fx.fakes import is_fake
+from roundpipe.fx.graph.nodes import number_of_input
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
-from roundpipe.fx.guards.values import UNKNOWN, ValueReader, readers_of
-from roundpipe.fx.locations import model_location
-from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
+from roundpipe.fx.operations import Build, Hole, number_of, set_item, set_property, take
 from roundpipe.fx.sizes import (
     Symbolic,
     expression_of,
-    flat_sizes,
     flat_tensors,
     flat_values,
-    is_data_dependent,
     size_function,
 )
-from roundpipe.fx.trace.decisions import Retry
 from roundpipe.fx.trace.progress import advance
+from roundpipe.fx.varying import NUMBER, tensor_of_kind
+from roundpipe.fx.world import FakeWorld
 
 DATA_READS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
@@ -48,8 +45,7 @@ DATA_READS = frozenset(
 )
 """Names of functions that turn a tensor's data into a Python value."""
 
-MOST_CALLS = 10_000
-"""In a graph whose code takes steps by data: it takes minutes to make, and would serve one batch's data."""
+_INPUTS = (torch.Tensor, *Symbolic)
 
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
@@ -79,24 +75,35 @@ class GraphBuilder:
         for path, leaf in trees.walk(self.world.arguments):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            node = self.traced.graph.placeholder(_input_name(path))
-            node.target = node.name
-            node.meta.update(self._common_meta())
-            self.traced.input_paths[node.name] = path
-            self._last_input = node
+            node = self._input(path)
             item = self.world.inputs[len(self.traced.input_paths) - 1]
             self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
             self.bind(leaf, node)
+        for path, symbol, number in self.world.numbers:
+            node = self._input(path)
+            with self.world.mode:
+                node.meta.update(value=tensor_of_kind(number), number=number)
+            self._size_sources[symbol] = node, NUMBER
         self.traced.uncut = self._uncut()
         self.traced.arguments = self._named_arguments()
 
+    def _input(self, path: trees.Path) -> Node:
+        node = self._last_input = self.traced.graph.placeholder(_input_name(path))
+        node.target = node.name
+        node.meta.update(self._common_meta())
+        self.traced.input_paths[node.name] = path
+        return node
+
     def _named_arguments(self) -> Any:
-        """The arguments with names of placeholders in place of tensors."""
+        """The arguments with names of placeholders in place of tensors and numbers that vary."""
         args, kwargs = self.world.arguments
-        names = iter(self.traced.input_paths)
+        names = {path: name for name, path in self.traced.input_paths.items()}
+        inputs = iter([OutputValue(names[path]) for path, _ in trees.walk((args, kwargs)) if path in names])
 
         def named(value: Any) -> Any:
-            return trees.map_tensors(value, lambda _: OutputValue(next(names)))
+            if not flat_values(value):
+                return value
+            return trees.map_leaves(value, lambda leaf: next(inputs) if isinstance(leaf, _INPUTS) else leaf)
 
         return tuple(map(named, args)), {name: named(value) for name, value in kwargs.items()}
 
@@ -252,8 +259,13 @@ class GraphBuilder:
         after = self._last_input if source.op == "placeholder" else source
         assert after is not None
         with self.traced.graph.inserting_after(after):
-            node = self._add_modeless("call_method", "size", (source, dim))
-        node.meta["value"] = source.meta["value"].shape[dim]
+            if dim == NUMBER:
+                number: Any = number_of_input(source)
+                node = self._add_modeless("call_function", number_of, (source, number.node.hint))
+                node.meta["value"] = number
+            else:
+                node = self._add_modeless("call_method", "size", (source, dim))
+                node.meta["value"] = source.meta["value"].shape[dim]
         return node
 
     def _object_argument(self, value: Any) -> Any:
@@ -273,81 +285,6 @@ class GraphBuilder:
                 tensor,
             )
         return value
-
-
-class ExampleData:
-    """What traced code asks about data, answered from the example where inputs and buffers alone determine it.
-
-    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs. ``takes_numbers``: see
-    `ValueReader`.
-    """
-
-    def __init__(
-        self,
-        world: FakeWorld,
-        builder: GraphBuilder,
-        pause: Callable[[], AbstractContextManager[None]],
-        module: Callable[[], str],
-        takes_numbers: bool,
-    ) -> None:
-        self._world = world
-        self._builder = builder
-        self._pause = pause
-        self._module = module
-        self.reader = ValueReader(builder.traced, world.real_arguments, world.batch, takes_numbers=takes_numbers)
-
-    def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""
-        nodes = [self._node(tensor) for tensor in flat_tensors(args, kwargs)]
-        if not nodes or not all(node is not None and self.reader.depends_on_inputs_only(node) for node in nodes):
-            return UNKNOWN
-        with self._pause(), real_world():
-            node_args, node_kwargs = self._builder.arguments(tuple(args), kwargs)
-            answer = self.reader.read(function, node_args, node_kwargs, model_location(), self._module())
-        if isinstance(answer, list) and len(self._builder.traced.graph.nodes) > MOST_CALLS:
-            words = f"its code takes steps by data, and the graph of this batch would have over {MOST_CALLS:,} calls"
-            raise Retry(TraceError(words, TraceCause.ARGUMENT_DATA, TraceFacts(reading=readers_of(self.reader.reads))))
-        return answer
-
-    def with_bounds(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments in which slices of an index have numbers in place of tensors that the example tells."""
-        if getattr(function, "__name__", "") not in ("__getitem__", "__setitem__"):
-            return args
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if not any(isinstance(part, slice) and flat_tensors(part.start, part.stop, part.step) for part in index):
-            return args
-        plain = tuple(
-            slice(*map(self._bound, (part.start, part.stop, part.step))) if isinstance(part, slice) else part
-            for part in index
-        )
-        return (args[0], plain, *args[2:])
-
-    def _bound(self, bound: Any) -> Any:
-        known = self.answer(torch.Tensor.__index__, (bound,), {}) if isinstance(bound, torch.Tensor) else UNKNOWN
-        return bound if known is UNKNOWN else known
-
-    def fake_of_answer(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The same as a fake of the example's sizes; None if the result is no tensor or can't be known."""
-        answer = self.answer(function, args, kwargs)
-        return self._world.static_fake(answer) if isinstance(answer, torch.Tensor) else None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self.reader.value(self._builder.node_of[tensor]) if self.determines(tensor) else None
-
-    def determines(self, tensor: torch.Tensor) -> bool:
-        """Whether inputs and buffers alone determine an activation."""
-        node = self._builder.node_of.get(tensor)
-        return node is not None and self.reader.depends_on_inputs_only(node)
-
-    def determines_sizes(self) -> bool:
-        """Whether some size follows from the inputs' data."""
-        known = [tensor for tensor in self._builder.node_of if self.determines(tensor)]
-        return any(is_data_dependent(expression_of(size)) for size in flat_sizes(known))
-
-    def _node(self, tensor: torch.Tensor) -> Node | None:
-        node = self._builder.node_of.get(tensor)
-        name = self._world.name_of.get(tensor)
-        return node or (None if name is None else self._builder.attribute(name, tensor))
 
 
 def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:

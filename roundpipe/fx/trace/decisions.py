@@ -34,9 +34,9 @@ from roundpipe.core.compiled_modules import is_compiled
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts, said
 from roundpipe.core.module_tree import modules_in, parameters_in, training_bytes_of
 from roundpipe.effects.run_once import holders_of
-from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.locations import model_location, raised_at, source_at, with_source
 from roundpipe.fx.trace.advice import advice
+from roundpipe.fx.varying import Varying
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Knowledge:
 
     max_leaf_bytes: int | None = None
     """Modules with more bytes of weights and gradients are looked into; None = no such limit."""
-    dynamic: frozenset[Dimension] = frozenset()
+    dynamic: frozenset[Varying] = frozenset()
     is_pure: bool = False
     """Whether code that changes anything in Python is refused."""
     needs: frozenset[Need] = frozenset()

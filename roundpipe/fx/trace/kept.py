@@ -24,9 +24,9 @@ from roundpipe.core import trees
 from roundpipe.effects.kept import Kept, KeptHolder
 from roundpipe.effects.places import CONTAINER, REGISTERED, Place, contents
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.graph.nodes import hint
 from roundpipe.fx.sizes import Symbolic
+from roundpipe.fx.world import FakeWorld
 
 MOST_ELEMENTS = 1 << 16
 """Of a tensor that is kept: it stays in memory until the call ends, and no plan counts on it."""

@@ -27,11 +27,11 @@ from roundpipe.effects.outside import refused_outside
 from roundpipe.effects.places import are_other_numbers
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.effects.uses import filled_cells, reached_by
-from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.guards.failure import OF_LOSS, Failure
 from roundpipe.fx.guards.guards import GuardedGraph, Guards
 from roundpipe.fx.trace.tracer import trace
+from roundpipe.fx.varying import NumberPlace, Varying
 
 LossFunction = Callable[[Any, Any], Any]
 _MAX_DEPTH = 6
@@ -85,15 +85,16 @@ def trace_loss(
     label: Any,
     *,
     model: nn.Module | None = None,
-    dynamic: Collection[Dimension] = (),
+    dynamic: Collection[Varying] = (),
 ) -> GuardedGraph:
     """The graph of a loss function, on outputs whose tensors may be on the meta device.
 
     Raises:
         TraceError: it can't be traced, or does more than compute.
     """
+    sizes = [each for each in dynamic if not isinstance(each, NumberPlace)]
     with _python_kept(function, model) as call, torch.enable_grad():
-        traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
+        traced = trace(call, (outputs, label), dynamic=sizes, is_pure=True)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced

@@ -23,9 +23,10 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.fakes import FakeWorld, code_at_other_sizes, real_world, static_mode
+from roundpipe.fx.fakes import code_at_other_sizes, real_world, static_mode
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, size_function
 from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
+from roundpipe.fx.world import FakeWorld
 
 Probed = TypeVar("Probed")
 

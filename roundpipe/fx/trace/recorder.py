@@ -26,15 +26,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.watched import is_transformed
 from roundpipe.effects.outside import nobody_watched
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
-from roundpipe.fx.fakes import (
-    DATA_DEPENDENT,
-    NO_FAKE_KERNEL,
-    FakeWorld,
-    draws_unseen,
-    is_fake,
-    real_world,
-    written_unseen,
-)
+from roundpipe.fx.fakes import DATA_DEPENDENT, NO_FAKE_KERNEL, draws_unseen, is_fake, real_world, written_unseen
 from roundpipe.fx.graph.nodes import HOOK_METHODS
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.piece_numbers import whole_operands
@@ -50,12 +42,14 @@ from roundpipe.fx.sizes import (
     is_data_dependent,
     tensor_of_sizes,
 )
-from roundpipe.fx.trace.builder import DATA_READS, ExampleData, GraphBuilder, node_form
+from roundpipe.fx.trace.builder import DATA_READS, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.draws import known_of_draws
+from roundpipe.fx.trace.example_data import ExampleData
 from roundpipe.fx.trace.kept import NumberOfTensor
 from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
 from roundpipe.fx.trace.probe import probe_function, probe_sizes
+from roundpipe.fx.world import FakeWorld
 
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}

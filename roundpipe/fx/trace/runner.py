@@ -19,7 +19,7 @@ from roundpipe.core.random_state import python_random_state, set_python_random_s
 from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ContentsSnapshot, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read, uses_of_forward
-from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, is_fake, real_world
+from roundpipe.fx.fakes import DATA_DEPENDENT, is_fake, real_world
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import expression_of, flat_tensors, flat_values
@@ -39,6 +39,7 @@ from roundpipe.fx.trace.leaves import (
 from roundpipe.fx.trace.probe import probe_module
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.siblings import SiblingCache
+from roundpipe.fx.world import FakeWorld
 
 MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""

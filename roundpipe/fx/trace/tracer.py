@@ -28,7 +28,6 @@ from roundpipe.effects.completed import CompletedTexts
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
-from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.traced import printed_graph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.model_guard import kind_and_value
@@ -38,6 +37,8 @@ from roundpipe.fx.trace.attempt import Attempt, OtherSizes
 from roundpipe.fx.trace.decisions import Knowledge, Learned, Need, Retry
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.kept import KeptHolders, are_alike
+from roundpipe.fx.varying import Varying, named_places
+from roundpipe.fx.world import FakeWorld
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def trace(
     kwargs: dict[str, Any] | None = None,
     *,
     max_leaf_bytes: int | None = None,
-    dynamic: Collection[Dimension] = (),
+    dynamic: Collection[Varying] = (),
     is_pure: bool = False,
     batch: Arguments | None = None,
     needs: Collection[Need] = (),
@@ -68,7 +69,7 @@ def trace(
         args, kwargs: example arguments. Their data answer what the model's code asks of its inputs'
             data; dim 0 of floats and every dimension of integers become symbols.
         max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
-        dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
+        dynamic: further input dimensions, and numbers, that become symbols, as in `Failure.varying`.
         is_pure: a forward that changes anything in Python is refused, unless it only leaves values that it computes,
             which are `TracedGraph.kept`; it never runs on data.
         batch: the arguments of which the example is a piece, by whose data the model's code decides.
@@ -82,7 +83,7 @@ def trace(
         TraceError: the root's own code can't be captured; says file, line, cause and what to change. Or the model's
             forward raises its cause without a trace, too.
     """
-    form = CallForm(model)
+    form = CallForm(model, named_places(dynamic))
     arguments = form.normalise(args, kwargs or {})
     whole = None if batch is None else form.normalise(*batch)
     learned = learned or Learned()
@@ -144,7 +145,8 @@ def _trace(
         world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
         try:
             attempts = _pure_trace if knowledge.is_pure else _stable_trace
-            traced, traced_parts = attempts(world, form, knowledge)
+            with world.numbers_opened():
+                traced, traced_parts = attempts(world, form, knowledge)
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue

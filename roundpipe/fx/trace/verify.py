@@ -20,13 +20,14 @@ from roundpipe.core import trees
 from roundpipe.core.errors import said
 from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import ContentsSnapshot, python_restored
-from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.nodes import GraphInterpreter, is_accessor, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import SizeSystem, expression_of, flat_tensors, is_data_dependent, size_function
 from roundpipe.fx.trace.leaves import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
+from roundpipe.fx.varying import Varying
+from roundpipe.fx.world import FakeWorld, sizes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class ShapeVerifier:
     """Index and dimension of the input tensor that has each symbol as its size."""
     probed: Collection[Node]
     """Nodes that can't run on fakes; what the trace says of them is taken as given."""
-    dynamic: Collection[Dimension]
+    dynamic: Collection[Varying]
     origins: Mapping[Node, tuple[str, ...]]
     """Leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaves.output_origins`."""
 
@@ -63,8 +64,8 @@ class _ShapeRun(GraphInterpreter):
         self._world = world
         self._other_memory: str | None = None
         self._siblings = SiblingCache()
-        inputs = trees.tensors(world.arguments)
-        self._sizes = [inputs[index].shape[dim] for index, dim in verifier.symbols.values()]
+        inputs = sizes_in(world.arguments, [each.path for each in world.numbers])
+        self._sizes = [inputs[index][dim] for index, dim in verifier.symbols.values()]
 
     def problem(self) -> str | None:
         """The first node whose shape is not the traced one, in words."""
@@ -122,6 +123,8 @@ class _ShapeRun(GraphInterpreter):
 
     def _difference(self, node: Node) -> str | None:
         traced, now = value_of(node), self.values[node]
+        if node.op == "placeholder" and not isinstance(now, torch.Tensor):
+            return None  # a number
         if not isinstance(traced, torch.Tensor) or (producer_of(node) in self._verifier.probed and is_accessor(node)):
             return None
         if not isinstance(now, torch.Tensor) or now.dtype != traced.dtype or now.dim() != traced.dim():

@@ -1,0 +1,227 @@
+"""The world a model is traced in: fakes of its weights and arguments, symbolic sizes and numbers, and a twin of it.
+
+Invariant: fakes hold no memory; the real model and its tensors are only read, but for numbers that vary, in whose place
+code finds symbols while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import TraceError
+from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
+from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, running_on_fakes
+from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of
+from roundpipe.fx.twin import make_twin
+from roundpipe.fx.varying import NUMBER, Dimension, Varying, dimension_of, may_vary, named_places
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """One tensor input as the world has it."""
+
+    path: trees.Path
+    dtype: torch.dtype
+    requires_grad: bool
+    sizes: tuple[Any, ...]
+    """Per dimension: an int, or the symbol that is this dimension and nothing else."""
+
+
+class InputNumber(NamedTuple):
+    """One number input as the world has it."""
+
+    path: trees.Path
+    symbol: sympy.Symbol
+    number: torch.SymInt | torch.SymFloat
+
+
+class FakeWorld:
+    """Fakes of a model and of its inputs.
+
+    Args:
+        model: the user's model, on any device, ``meta`` included.
+        arguments: ``(args, kwargs)`` in normal form, real.
+        dynamic: dimensions that are symbols although the rule says they are not, and numbers that are.
+        also: further arguments that the graph has to serve, which differ in sizes only; None = any.
+        batch: those of the batch that ``arguments`` are a piece of, real; None: they are no piece.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Any,
+        dynamic: Collection[Varying] = (),
+        also: Any = None,
+        batch: Any = None,
+    ) -> None:
+        self.model = model
+        self._also = also
+        self.shapes = ShapeWorld()
+        self.mode = RecallingMode(self.shapes)
+        self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
+        self.real_arguments = arguments
+        self.batch = batch
+        self._dynamic = frozenset(dynamic)
+        self.real: dict[str, torch.Tensor] = {}
+        """Parameters and buffers by name."""
+        self.name_of: dict[torch.Tensor, str] = {}
+        """Name of a parameter or buffer, real or fake; the first if it has several."""
+        self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._make_fakes()
+        parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
+        self.parameter_at = {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
+        """Storage of each fake parameter, and the real one."""
+        self.inputs: list[InputSizes] = []
+        self.numbers: list[InputNumber] = []
+        """Of the arguments, those that vary."""
+        self._num_inputs = 0
+        self._places = named_places(dynamic)
+        self.arguments = self._fake_arguments(arguments)
+        with self.numbers_opened():
+            self.twin, self.name_of_module = make_twin(model, self._fake_of)
+        self.real_module = dict(zip(modules_in(self.twin), modules_in(model), strict=True))
+        """The user's module of each of the twin's."""
+        self.has_data = not any(tensor.is_meta for tensor in trees.tensors(arguments))
+        """Whether the example's inputs have data that traced code may ask for."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs torch in this world."""
+        try:
+            with running_on_fakes(self.mode):
+                yield
+        finally:
+            self.shapes.forget_listeners()
+
+    @contextmanager
+    def numbers_opened(self) -> Iterator[None]:
+        """Inside, the model's code finds symbolic numbers where it has numbers that vary."""
+        held = [(place, place.read()) for place in self._places.values()]
+        try:
+            for name, place in self._places.items():
+                place.put(trees.get(self.arguments, dimension_of(name)[0]))
+            yield
+        finally:
+            for place, number in held:
+                place.put(number)
+
+    def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:
+        """Each size symbol with the index of its input and its dimension; numbers come behind the tensors."""
+        sizes = [*(item.sizes for item in self.inputs), *((each.symbol,) for each in self.numbers)]
+        return {
+            size: (index, dim)
+            for index, own in enumerate(sizes)
+            for dim, size in enumerate(own)
+            if isinstance(size, sympy.Symbol)
+        }
+
+    def decisions(self, read: Collection[float] = ()) -> SizeSystem:
+        """What code decided by numbers of samples alone, which dimension 0 counts.
+
+        Whether there are as many as data say, which gave the numbers that were ``read``, each piece of a batch decides.
+        """
+        symbols = self.symbols().items()
+        numbers = {symbol: place for symbol, place in symbols if not place[1] and place[0] < len(self.inputs)}
+        asked = self.shapes.decisions.items()
+        return SizeSystem(numbers, {holds: place for holds, place in asked if not equates_with(holds, read)})
+
+    def serves_too(self, assumption: sympy.Basic) -> bool:
+        """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""
+        if self._also is None:
+            return True
+        sizes = sizes_in(self._also, [each.path for each in self.numbers])
+        return SizeSystem(self.symbols(), {assumption: ""}).first_failure(sizes) is None
+
+    def fake(self, name: str) -> torch.Tensor:
+        """The fake of a parameter or buffer."""
+        return self._fake_of[self.real[name]]
+
+    def replaced(self) -> frozenset[str]:
+        """Names of parameters and buffers in whose place a forward has put something else."""
+        modules = named_modules_in(self.twin)
+        return frozenset(name for name in self.real if not self.has_in_place(name, modules))
+
+    def has_in_place(self, name: str, modules: Mapping[str, nn.Module] | None = None) -> bool:
+        """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there.
+
+        ``modules``: those of the twin by name, as far as they are known.
+        """
+        owner, _, attribute = name.rpartition(".")
+        module = (modules or {}).get(owner) or self.twin.get_submodule(owner)
+        if isinstance(module, torch.jit.ScriptModule):  # it is its own twin, with the real tensors
+            return getattr(module, attribute) is self.real[name]
+        tensors = module._parameters if attribute in module._parameters else module._buffers
+        return tensors.get(attribute) is self.fake(name)
+
+    def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a real tensor, every size a plain number."""
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    def _make_fakes(self) -> None:
+        self.real.update(parameters_at(self.model))
+        self.real.update(buffers_at(self.model))
+        host = torch.device("cpu")
+        for name, tensor in self.real.items():
+            if tensor not in self._fake_of:
+                self._check_layout(tensor, name)
+                fake = self._fake_of[tensor] = fake_of(self.mode, tensor, host)
+                self.name_of[tensor] = self.name_of[fake] = name
+
+    def _fake_arguments(self, arguments: Any) -> Any:
+        leaves = [(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
+        fakes = iter([self._fake_input(path, leaf) for path, leaf in leaves])
+        args, kwargs = arguments
+        faked = (
+            tuple(trees.map_tensors(value, lambda _: next(fakes)) for value in args),
+            {name: trees.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
+        )
+        paths = {path for path, _ in self._dynamic_numbers()}
+        if not paths:
+            return faked
+        opened = [self._number(path, leaf) if path in paths else leaf for path, leaf in trees.walk(faked)]
+        return trees.rebuild(faked, opened)
+
+    def _dynamic_numbers(self) -> list[Dimension]:
+        return [
+            *map(dimension_of, self._places),
+            *(each for each in self._dynamic if isinstance(each, tuple) and each[1] == NUMBER),
+        ]
+
+    def _number(self, path: trees.Path, number: Any) -> Any:
+        """A symbolic number, as long as code asks it for nothing that only this one tells."""
+        if not may_vary(number):
+            return number
+        symbol, opened = self.shapes.open_number(number, f"number_{len(self.numbers)}")
+        self.numbers.append(InputNumber(path, symbol, opened))
+        return opened
+
+    def _check_layout(self, tensor: torch.Tensor, where: str) -> None:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else f"a sparse one ({tensor.layout})"
+            raise TraceError(
+                f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
+            )
+
+    def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
+        self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
+        is_float = leaf.is_floating_point() or leaf.is_complex()
+        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
+        self._num_inputs += 1
+        fake = fake_input(self.mode, leaf, f"input_{self._num_inputs}", is_dynamic)
+        sizes = tuple(expression_of(size) for size in fake.shape)
+        self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))
+        return fake
+
+
+def sizes_in(arguments: Any, numbers: Iterable[trees.Path]) -> list[Sequence[Any]]:
+    """The sizes of tensors in some arguments, and the numbers at these paths, as `FakeWorld.symbols` counts them."""
+    shapes: list[Sequence[Any]] = [tensor.shape for tensor in trees.tensors(arguments)]
+    return [*shapes, *((trees.get(arguments, path),) for path in numbers)]

@@ -1,0 +1,157 @@
+"""A number of Python's that is another one at each step is an input of the graph, and needs no new trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from tests.runtime.models import gradients
+
+NUM_SAMPLES, WIDTH, NUM_CLASSES, NUM_STEPS = 9, 6, 3, 5
+Rule = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+class _ReversedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return -ctx.scale * gradient, None
+
+
+def _annealed(h: torch.Tensor, number: Any) -> torch.Tensor:
+    return h * min(1.0, number / 3) if number < 100 else h
+
+
+def _kept_whole(h: torch.Tensor, number: Any) -> torch.Tensor:
+    return h * math.exp(-number)
+
+
+OPEN: dict[str, Rule] = {
+    "a factor": lambda h, number: h * number,
+    "a factor in front": lambda h, number: number * h,
+    "a divisor": lambda h, number: h / (1 + number),
+    "a power": lambda h, number: h.abs() ** number,
+    "a number of an operator": lambda h, number: torch.add(h, h, alpha=number),
+    "a limit": lambda h, number: h.clamp(max=number),
+    "a slope": lambda h, number: F.leaky_relu(h, 0.1 * number),
+    "a temperature": lambda h, number: (h / (0.1 + number)).softmax(-1),
+    "computed with": lambda h, number: h * (2 * number**2 - 1) / 3 + abs(-number),
+    "in a tensor": lambda h, number: h * torch.tensor(1 / (1 + number)),
+    "all of a tensor": lambda h, number: h + torch.full_like(h, number),
+    "in a function of its own": lambda h, number: _ReversedGradient.apply(h, number),
+    "a decision that stays": _annealed,
+    "a bound": lambda h, number: h * max(number, 0),
+    "not at all": lambda h, number: h,
+    "asked for its type": lambda h, number: h * number if isinstance(number, (int, float)) else h,
+}
+OPEN_INTEGERS: dict[str, Rule] = {
+    "a size": lambda h, number: h + h.new_ones(3, number + 1).mean(1).sum(),
+    "a bound of a slice": lambda h, number: h[:, : number + 1].sum(1, keepdim=True) + h,
+    "a part": lambda h, number: h + h[:, number, None],
+}
+KEPT: dict[str, Rule] = {
+    "only a number will do": _kept_whole,
+    "a text": lambda h, number: h * float(f"{number}"),
+    "a key": lambda h, number: h * {number: 2.0}.get(number, 1.0),
+    "a decision that changes": lambda h, number: h * number if number > 0.5 else h,
+}
+
+
+class Ruled(nn.Module):
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule, self.number = rule, 1.0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.rule(h, self.number)
+
+
+class OfAttribute(nn.Module):
+    """The number is in an attribute, of the module itself or of one inside."""
+
+    def __init__(self, rule: Rule, is_inside: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.ruled = Ruled(rule)
+        self.rule, self.number, self.is_inside = rule, 1.0, is_inside
+
+    def set(self, number: Any) -> dict[str, Any]:
+        (self.ruled if self.is_inside else self).number = number
+        return {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x).tanh()
+        logits: torch.Tensor = self.outer(self.ruled(h) if self.is_inside else self.rule(h, self.number))
+        return logits
+
+
+class OfArgument(nn.Module):
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.inner, self.outer, self.rule = nn.Linear(5, WIDTH), nn.Linear(WIDTH, NUM_CLASSES), rule
+
+    def set(self, number: Any) -> dict[str, Any]:
+        return {"number": number}
+
+    def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.outer(self.rule(self.inner(x).tanh(), number))
+        return logits
+
+
+def _trained(model: Any, numbers: list[Any], num_microbatch: int = 3) -> int:
+    """Trains a model and a copy in eager mode, compares them, and gives how often it was traced."""
+    eager = copy.deepcopy(model)
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch)
+    with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=config) as pipe:
+        for step, number in enumerate(numbers):
+            torch.manual_seed(step)
+            x, label = torch.randn(NUM_SAMPLES, 5), torch.randint(NUM_CLASSES, (NUM_SAMPLES,))
+            pipe.zero_grad()
+            eager.zero_grad()
+            pipe.forward_backward((x,), model.set(number), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
+            loss = F.cross_entropy(eager(x, **eager.set(number)), label)
+            loss.backward()
+            assert_close(gradients(model), gradients(eager))
+            with torch.no_grad():
+                assert_close(pipe(x, **model.set(number)), eager(x, **eager.set(number)))
+        return pipe.trace_count
+
+
+@pytest.mark.parametrize("rule", OPEN.values(), ids=OPEN)
+@pytest.mark.parametrize(
+    "kind", [OfArgument, lambda rule: OfAttribute(rule, False), lambda rule: OfAttribute(rule, True)]
+)
+def test_a_number_is_traced_as_a_number_once(rule: Rule, kind: Any) -> None:
+    torch.manual_seed(0)
+    assert _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)]) == 2
+
+
+@pytest.mark.parametrize("rule", [*OPEN.values(), *OPEN_INTEGERS.values()], ids=[*OPEN, *OPEN_INTEGERS])
+@pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
+def test_so_is_an_integer(rule: Rule, kind: Any) -> None:
+    torch.manual_seed(0)
+    assert _trained(kind(rule), list(range(1, NUM_STEPS))) <= 3
+
+
+@pytest.mark.parametrize("rule", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
+def test_code_that_needs_the_number_itself_is_right(rule: Rule, kind: Any) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)])
