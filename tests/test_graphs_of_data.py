@@ -173,8 +173,8 @@ def compare_steps(model: nn.Module, num_steps: int, num_microbatch: int) -> int:
         return piped.trace_count
 
 
-def test_numbers_of_the_whole_batch_are_traced_for_each() -> None:
-    assert compare_steps(Divided(), 7, 2) > 2
+def test_numbers_of_the_whole_batch_are_inputs() -> None:
+    assert compare_steps(Divided(), 7, 2) == 2
 
 
 def test_decisions_are_traced_once_each() -> None:

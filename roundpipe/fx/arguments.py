@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -22,20 +22,24 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.effects.places import are_other_numbers, view_of
 from roundpipe.fx.sizes import Symbolic
-from roundpipe.fx.varying import NumberPlace, may_vary
+from roundpipe.fx.varying import NumberName, NumberPlace, may_vary
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+ReadsNumbers = Callable[[Arguments, Arguments | None], Mapping[Any, Any]]
+"""From arguments in normal form, and from the batch that they are a piece of."""
 
 
 class CallForm:
     """The signature of one model's forward, which is looked at once.
 
     Args:
-        numbers: which the normal form has as further keyword arguments, with what they are now; see `given`.
+        numbers: which the normal form has as further keyword arguments, with what they are now.
     """
 
-    def __init__(self, model: nn.Module, numbers: Mapping[str, NumberPlace] = MappingProxyType({})) -> None:
+    def __init__(self, model: nn.Module, numbers: Mapping[Any, NumberPlace] = MappingProxyType({})) -> None:
         self.numbers = numbers
+        self.reads: ReadsNumbers | None = None
+        """Gives numbers that the model's code reads from data, which the normal form has, too."""
         self._signature: inspect.Signature | None = None
         with suppress(TypeError, ValueError):  # Python can't tell that of compiled and scripted functions
             self._signature = inspect.signature(model.forward)
@@ -44,12 +48,34 @@ class CallForm:
         """Whether the signature has a parameter of this name."""
         return self._signature is not None and parameter in self._signature.parameters
 
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments in normal form.
+    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None = None) -> Arguments:
+        """The arguments in normal form; of those that are a piece of a ``batch``, some numbers are those of the batch.
+
+        Numbers that `completed` has added stay as they are.
 
         Raises:
             TypeError: they don't fit the signature, in Python's own words.
         """
+        args, named = self._normalised(*without_numbers((args, kwargs)))
+        if self.reads is None:
+            return args, named
+        known: dict[str, Any] = {
+            name: kwargs[name] for name in kwargs if isinstance(name, NumberName) and name not in self.numbers
+        }
+        if not known:
+            whole = None if batch is None else self._normalised(*without_numbers(batch))
+            known = dict(self.reads((args, named), whole))
+        return args, {**named, **known}
+
+    def completed(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> dict[str, Any]:
+        """The keyword arguments of a piece of a batch, with numbers that are read from its data or its batch's."""
+        if self.reads is None:
+            return kwargs
+        _, named = self.normalise(args, kwargs, batch)
+        own: dict[str, Any] = {name: value for name, value in named.items() if isinstance(name, NumberName)}
+        return kwargs | {name: value for name, value in own.items() if name not in self.numbers}
+
+    def _normalised(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         numbers = {name: place.read() for name, place in self.numbers.items()}
         if self._signature is None:
             return tuple(args), {**kwargs, **numbers}
@@ -73,12 +99,13 @@ class CallForm:
                 positional.append(value)
             elif value is not parameter.default:
                 named[parameter.name] = value
-        return tuple(positional), named | numbers
+        return tuple(positional), {**named, **numbers}
 
-    def given(self, arguments: Arguments) -> Arguments:
-        """Of arguments in normal form, those that the forward is called with."""
-        args, kwargs = arguments
-        return args, {name: value for name, value in kwargs.items() if name not in self.numbers}
+
+def without_numbers(arguments: Arguments) -> Arguments:
+    """Of arguments in normal form, those that a call has."""
+    args, kwargs = arguments
+    return args, {name: value for name, value in kwargs.items() if not isinstance(name, NumberName)}
 
 
 class ArgumentForm:

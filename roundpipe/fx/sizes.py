@@ -57,13 +57,16 @@ class ShapeWorld(ShapeEnv):
         """Whether no size becomes a plain number now."""
         self.numbers: dict[sympy.Basic, sympy.Basic] = {}
         """Symbols that stand for no size, but for a number of Python's, and what they are in the example."""
+        self.own_numbers: set[sympy.Basic] = set()
+        """Those of them that each piece of a batch has its own of."""
         self._log: dict[Noted, None] | None = None
 
-    def open_number(self, number: float, name: str) -> tuple[sympy.Symbol, Any]:
-        """A symbol for a number of Python's, and what code gets in its place."""
+    def open_number(self, number: float, name: str, *, is_own: bool = False) -> tuple[sympy.Symbol, Any]:
+        """A symbol for a number of Python's, and what code gets in its place; ``is_own``: as in `own_numbers`."""
         source = source_named(name)
         symbol = self.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
         self.numbers[symbol] = sympy.sympify(number)
+        self.own_numbers.update([symbol] * is_own)
         make = self.create_symfloatnode if isinstance(number, float) else self.create_symintnode
         return symbol, make(symbol, hint=number, source=source)
 
@@ -232,6 +235,12 @@ def expressions_of(sizes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 _INTEGERS = frozenset({int})
+
+
+def is_shared_number(size: Any) -> bool:
+    """Whether a symbolic number is made of numbers that all pieces of a batch have in common, and of no size."""
+    world, symbols = size.node.shape_env, size.node.expr.free_symbols
+    return isinstance(world, ShapeWorld) and symbols <= world.numbers.keys() - world.own_numbers
 
 
 def is_data_dependent(expression: Any) -> bool:

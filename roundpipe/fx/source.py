@@ -40,7 +40,7 @@ from roundpipe.fx.trace.decisions import Learned, Need
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
-from roundpipe.fx.varying import Varying
+from roundpipe.fx.varying import Varied, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,7 @@ class TracedSource:
         self._retraces = Retraces(type(model).__name__)
         self._learned = Learned()
         self._data_traces = DataTraces(self._retraces, on_failure)
-        self.varying: dict[Varying, None] = {}
-        """Dimensions of float inputs, and numbers, that were seen to vary, which later traces keep open."""
+        self.varying = Varied()
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
         self._noted_written = self._noted_compiled = False
@@ -159,7 +158,7 @@ class TracedSource:
                 may_end = or_parts and not self._lost and not (batch and _is_piece((args, kwargs), batch))
                 if may_end and self._data_traces.end_for(self._traces[0][0].guards, args, kwargs):
                     return None
-                self._note_retrace(failure)
+                self._note_retrace(failure, args, kwargs)
             try:
                 chain = self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
@@ -246,11 +245,11 @@ class TracedSource:
                 "calls in eager mode. Keep what changes from call to call in a buffer"
             ) from cause
 
-    def _note_retrace(self, failure: Failure) -> None:
+    def _note_retrace(self, failure: Failure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
             self._learned.forget()
-        self.varying.update(dict.fromkeys(failure.varying))
+        self.varying.note((*failure.varying, *self._traces[0][0].guards.numbers_of_other_data(args, kwargs)))
         self._retraces.note(failure)
 
     def _trace(
@@ -351,6 +350,8 @@ class TracedSource:
                 learned=self._learned,
             )
         traced.guards.restrict(reads)
+        if any(map(is_number, dynamic)) and not traced.number_hints:
+            self.varying.close_numbers()
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
             own = {*needs, Need.OWN_NUMBERS}  # it does not serve the whole, so a piece decides by itself
             return self._graph_for(args, kwargs, None, own)

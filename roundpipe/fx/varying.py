@@ -6,10 +6,12 @@ tensor of no dimensions, so that passes over graphs know tensors and symbolic si
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Any
+import pathlib
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,9 +60,12 @@ class NumberPlace:
 
     @classmethod
     def changed_in(cls, place: Place) -> tuple[NumberPlace, ...]:
-        """What a place holds itself, or as items, and is another number now."""
-        view = place.view if place.view.is_variable else _ITEM
-        return tuple(cls(words, place.owner, key, view) for key, words in place.changed_numbers().items())
+        """What a variable, or a container in its items, has and is another number now."""
+        numbers, owner, view = place.changed_numbers(), place.owner, place.view
+        if view.is_variable:
+            return tuple(cls(words, owner, key, view) for key, words in numbers.items() if key == place.key)
+        is_open = isinstance(owner, (dict, list, deque))
+        return tuple(cls(words, owner, key) for key, words in numbers.items() if is_open)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NumberPlace) and self.identity == other.identity
@@ -91,28 +96,89 @@ def without_items(view: View, keys: Collection[Any]) -> View:
     return View(view.kind, read, view.write)
 
 
-Varying = Dimension | NumberPlace
+class NumberRead(NamedTuple):
+    """A number, or a short list of numbers, that a model's code reads from data of its arguments."""
+
+    function: str
+    """Name of what reads it."""
+    location: str
+    position: int
+    """Among all that are read there."""
+
+    @property
+    def words(self) -> str:
+        file, _, line = self.location.rpartition(":")
+        return f"{self.function}() at {pathlib.PurePath(file).name}:{line}"
 
 
-def named_places(varying: Iterable[Varying]) -> dict[str, NumberPlace]:
+Varying = Dimension | NumberPlace | NumberRead
+
+
+def is_number(varying: Varying) -> bool:
+    """Whether it is a number, and no dimension."""
+    return isinstance(varying, (NumberPlace, NumberRead)) or varying[1] == NUMBER
+
+
+class Varied:
+    """What was seen to vary in the calls of a model, and is open in later traces."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Varying, None] = {}
+        self._closes_numbers = False
+
+    def note(self, varying: Iterable[Varying]) -> None:
+        """It has varied."""
+        self._seen.update((each, None) for each in varying if not (self._closes_numbers and is_number(each)))
+
+    def close_numbers(self) -> None:
+        """The model's code can't be traced with symbols in the place of numbers."""
+        self._closes_numbers = True
+        self._seen = {each: None for each in self._seen if not is_number(each)}
+
+    def __iter__(self) -> Iterator[Varying]:
+        return iter(self._seen)
+
+
+class NumberName(str):
+    """Of a number that is none of a call's arguments, and is one more keyword argument in their normal form."""
+
+    __slots__ = ()
+
+    @classmethod
+    def free(cls, words: str, taken: Container[str]) -> NumberName:
+        """The words, with a number behind them if there are such already."""
+        names = itertools.chain([words], (f"{words} ({number})" for number in itertools.count(2)))
+        return cls(next(name for name in names if name not in taken))
+
+    @property
+    def path(self) -> trees.Path:
+        """Where it is among the arguments in normal form."""
+        return trees.Access("item", 1), trees.Access("item", self)
+
+
+def named_places(varying: Iterable[Varying]) -> dict[NumberName, NumberPlace]:
     """The places among what varies in one order, by names that differ."""
-    places = sorted((each for each in varying if isinstance(each, NumberPlace)), key=lambda each: each.words)
-    number = Counter[str]()
-    named: dict[str, NumberPlace] = {}
-    for place in places:
-        number[place.words] += 1
-        named[place.words if number[place.words] == 1 else f"{place.words} ({number[place.words]})"] = place
+    named: dict[NumberName, NumberPlace] = {}
+    for place in sorted((each for each in varying if isinstance(each, NumberPlace)), key=lambda each: each.words):
+        named[NumberName.free(place.words, named)] = place
     return named
-
-
-def dimension_of(name: str) -> Dimension:
-    """A named place among the arguments in normal form, where it is one more keyword argument."""
-    return (trees.Access("item", 1), trees.Access("item", name)), NUMBER
 
 
 def may_vary(value: Any) -> bool:
     """Whether a value is a number that can be an input."""
     return type(value) is int or type(value) is float and math.isfinite(value)
+
+
+MOST_NUMBERS = 32
+"""That a graph has as inputs since code reads them from data; each has its symbol, with which sizes are computed."""
+
+
+def may_be_opened(value: Any) -> bool:
+    """Whether what code reads from data, a number or a list, is nothing but numbers that can be inputs, and few."""
+    if isinstance(value, list):
+        leaves = trees.leaves(value)
+        return 0 < len(leaves) <= MOST_NUMBERS and all(map(may_vary, leaves))
+    return may_vary(value)
 
 
 def tensor_of_kind(number: Any) -> torch.Tensor:

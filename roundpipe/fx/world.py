@@ -21,7 +21,7 @@ from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in,
 from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, running_on_fakes
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of
 from roundpipe.fx.twin import make_twin
-from roundpipe.fx.varying import NUMBER, Dimension, Varying, dimension_of, may_vary, named_places
+from roundpipe.fx.varying import NUMBER, NumberName, Varying, may_vary, named_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class FakeWorld:
         self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
         self.real_arguments = arguments
         self.batch = batch
-        self._dynamic = frozenset(dynamic)
+        self.dynamic = frozenset(dynamic)
         self.real: dict[str, torch.Tensor] = {}
         """Parameters and buffers by name."""
         self.name_of: dict[torch.Tensor, str] = {}
@@ -107,7 +107,7 @@ class FakeWorld:
         held = [(place, place.read()) for place in self._places.values()]
         try:
             for name, place in self._places.items():
-                place.put(trees.get(self.arguments, dimension_of(name)[0]))
+                place.put(trees.get(self.arguments, name.path))
             yield
         finally:
             for place, number in held:
@@ -137,8 +137,10 @@ class FakeWorld:
         """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""
         if self._also is None:
             return True
-        sizes = sizes_in(self._also, [each.path for each in self.numbers])
-        return SizeSystem(self.symbols(), {assumption: ""}).first_failure(sizes) is None
+        places = dict(trees.walk(self._also))  # numbers that code has read from data are those of these arguments alone
+        known = [each.path for each in self.numbers if each.path in places]
+        symbols = {symbol: at for symbol, at in self.symbols().items() if at[0] < len(self.inputs) + len(known)}
+        return SizeSystem(symbols, {assumption: ""}).first_failure(sizes_in(self._also, known)) is None
 
     def fake(self, name: str) -> torch.Tensor:
         """The fake of a parameter or buffer."""
@@ -183,23 +185,29 @@ class FakeWorld:
             tuple(trees.map_tensors(value, lambda _: next(fakes)) for value in args),
             {name: trees.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
         )
-        paths = {path for path, _ in self._dynamic_numbers()}
-        if not paths:
+        is_open = {path for path, leaf in trees.walk(faked) if self._is_open(path) and may_vary(leaf)}
+        if not is_open:
             return faked
-        opened = [self._number(path, leaf) if path in paths else leaf for path, leaf in trees.walk(faked)]
+        opened = [self._number(path, leaf) if path in is_open else leaf for path, leaf in trees.walk(faked)]
         return trees.rebuild(faked, opened)
 
-    def _dynamic_numbers(self) -> list[Dimension]:
-        return [
-            *map(dimension_of, self._places),
-            *(each for each in self._dynamic if isinstance(each, tuple) and each[1] == NUMBER),
-        ]
+    def _is_open(self, path: trees.Path) -> bool:
+        return len(path) > 1 and isinstance(path[1].key, NumberName) or (path, NUMBER) in self.dynamic
 
-    def _number(self, path: trees.Path, number: Any) -> Any:
+    def open_argument(self, name: NumberName, value: Any, *, is_own: bool) -> tuple[Any, list[InputNumber]]:
+        """A number, or a list of them, as one more argument; what code gets, and what is new.
+
+        ``is_own``: whether each piece of a batch has its own.
+        """
+        kwargs, known = self.arguments[1], len(self.numbers)
+        if name not in kwargs:  # in an earlier run, it is
+            opened = [self._number((*name.path, *path), leaf, is_own=is_own) for path, leaf in trees.walk(value)]
+            kwargs[name] = trees.rebuild(value, opened)
+        return kwargs[name], self.numbers[known:]
+
+    def _number(self, path: trees.Path, number: Any, *, is_own: bool = False) -> Any:
         """A symbolic number, as long as code asks it for nothing that only this one tells."""
-        if not may_vary(number):
-            return number
-        symbol, opened = self.shapes.open_number(number, f"number_{len(self.numbers)}")
+        symbol, opened = self.shapes.open_number(number, f"number_{len(self.numbers)}", is_own=is_own)
         self.numbers.append(InputNumber(path, symbol, opened))
         return opened
 
@@ -213,7 +221,7 @@ class FakeWorld:
     def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
         self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
         is_float = leaf.is_floating_point() or leaf.is_complex()
-        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(leaf.dim())]
+        is_dynamic = [dim == 0 or not is_float or (path, dim) in self.dynamic for dim in range(leaf.dim())]
         self._num_inputs += 1
         fake = fake_input(self.mode, leaf, f"input_{self._num_inputs}", is_dynamic)
         sizes = tuple(expression_of(size) for size in fake.shape)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.contexts import garbage_kept
-from roundpipe.core.errors import DeviceMemoryError, GradientNote, OnlyWholeError, RaisedIn, note_cut
+from roundpipe.core.errors import DeviceMemoryError, GradientNote, OnlyWholeError, RaisedIn
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
 from roundpipe.fx.passes.memory import Loss, measure_memory
@@ -31,7 +31,7 @@ from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import OutputLayout, merge
-from roundpipe.runtime.microbatch.split import Split, batch_size, split
+from roundpipe.runtime.microbatch.split import batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
@@ -46,7 +46,7 @@ from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 from roundpipe.wrappers.tails import TailSource, kind_of_sum, samples_of
 from roundpipe.wrappers.term_counts import added_outputs, count_loss, count_outputs
-from roundpipe.wrappers.variants import JointChain, JointChains
+from roundpipe.wrappers.variants import JointChain, JointChains, chains_of
 
 
 @dataclass(eq=False)
@@ -294,10 +294,10 @@ class ChainRunner(Runner):
                 event.synchronize()
 
         def calls_by(source: ChainSource) -> list[Call] | None:
-            if (chains := _chains(source, pieces, or_whole=or_whole, or_parts=or_parts)) is None:
+            if (chains := chains_of(source, pieces, or_whole=or_whole, or_parts=or_parts)) is None:
                 return None
             calls: list[Call] = []
-            joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
+            joined = zip(*self._joints.join(*chains), pieces.args, pieces.labels, strict=True)
             for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
                 if not calls or calls[-1].chain is not chain:
                     calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
@@ -333,23 +333,6 @@ class ChainRunner(Runner):
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = self._known_chain = calls[-1].chain
         return calls, options
-
-
-def _chains(source: ChainSource, pieces: Split, **ways: bool) -> list[LayerChain] | None:
-    """A source's chain for each microbatch; None if one has none. ``ways``: of `ChainSource.chain_for`."""
-    chains: list[LayerChain] = []
-    for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
-        batch = None if pieces.batches is None else pieces.batches[index]
-        try:
-            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, **ways)
-        except Exception as error:
-            if pieces.num_microbatches > 1:
-                note_cut(error, pieces.num_microbatches)
-            raise
-        if chain is None:
-            return None
-        chains.append(chain)
-    return chains
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

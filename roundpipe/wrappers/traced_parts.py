@@ -56,7 +56,7 @@ class TracedPart:
                 return self.module(*args, **kwargs)
             self.session.engine.refuse_inside(f"{self.name}(...)")
             if not self.source.trace_count:
-                self.source.varying.update(dict.fromkeys(_lengths_in(*self._form.normalise(args, kwargs))))
+                self.source.varying.note(_lengths_in(*self._form.normalise(args, kwargs)))
             config = overlaid(self.options.forced, self.own_options, self.options.default)
             if has_hooks(self.module):
                 return self.runner.in_parts().forward(args, kwargs, config)

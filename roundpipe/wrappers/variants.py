@@ -17,10 +17,23 @@ from typing import Any, cast
 
 from torch import nn
 
-from roundpipe.core.layers import Carry, Glue, LayerChain, LayerCost, LayerSpec, MakesGlue, OwnLoss, Tail
+from roundpipe.core.errors import note_cut
+from roundpipe.core.layers import (
+    Carry,
+    ChainSource,
+    Glue,
+    LayerChain,
+    LayerCost,
+    LayerSpec,
+    MakesGlue,
+    OwnLoss,
+    Tail,
+)
 from roundpipe.core.module_tree import Renaming
 from roundpipe.core.shared_weights import shared_weights
+from roundpipe.fx.passes.codegen import ArgumentEntry
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.microbatch.split import Split
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +142,29 @@ class JointChain(LayerChain):
         sums = [[_sum([own[i] for i in group[number]]) for number, own in costs.items()] for group in self._groups]
         most = [{name: max(getattr(each, name) for each in own) for name in _COSTS} for own in sums]
         return [LayerCost(**own, shared=shared) for own, shared in zip(most, self._shared, strict=True)]
+
+
+def chains_of(source: ChainSource, pieces: Split, **ways: bool) -> tuple[list[LayerChain], list[dict[str, Any]]] | None:
+    """A source's chain for each microbatch, with its keyword arguments; None if one has none.
+
+    ``ways``: of `ChainSource.chain_for`.
+    """
+    chains: list[LayerChain] = []
+    completed: list[dict[str, Any]] = []
+    for index, (args, kwargs) in enumerate(zip(pieces.args, pieces.kwargs, strict=True)):
+        batch = None if pieces.batches is None else pieces.batches[index]
+        try:
+            chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, **ways)
+        except Exception as error:
+            if pieces.num_microbatches > 1:
+                note_cut(error, pieces.num_microbatches)
+            raise
+        if chain is None:
+            return None
+        chains.append(chain)
+        entry = chain.entry
+        completed.append(entry.completed(args, kwargs, batch) if isinstance(entry, ArgumentEntry) else kwargs)
+    return chains, completed
 
 
 class JointChains:

@@ -138,8 +138,8 @@ def test_sizes_that_are_plain_numbers_are_named() -> None:
     guards = guards_of(ResNet(), {"x": torch.randn(2, 3, 8, 8)})
     failure = failure_of(guards, {"x": torch.randn(2, 3, 12, 8)})
     assert "dimension 2 of x is 12, traced with 8" in failure.message
-    assert [dim for _, dim in failure.dimensions] == [2]
-    traced = trace(ResNet(), (), {"x": torch.randn(2, 3, 8, 8)}, dynamic=failure.dimensions)
+    assert [dim for _, dim in failure.varying] == [2]
+    traced = trace(ResNet(), (), {"x": torch.randn(2, 3, 8, 8)}, dynamic=failure.varying)
     assert traced.guards is not None
     assert traced.guards.check((), {"x": torch.randn(3, 3, 12, 8)}) is None
     assert eager_difference(traced, {"x": torch.randn(3, 3, 12, 8)}, lambda out: out.pow(2).sum())[0] < 1e-5

@@ -36,6 +36,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import parameters_in
 from roundpipe.effects.kept import Kept
+from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import (
     draws_random,
     has_effect,
@@ -48,7 +49,6 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import Symbolic, expression_of
-from roundpipe.fx.varying import NumberPlace
 
 
 class OutputValue:
@@ -99,8 +99,8 @@ class TracedGraph:
     """Targets of get_attr that are not attributes of the model, such as ``_constant_0``."""
     input_paths: dict[str, trees.Path] = field(default_factory=dict)
     """Placeholder name -> path into ``(args, kwargs)`` normalised to the forward's signature."""
-    numbers: Mapping[str, NumberPlace] = field(default_factory=dict)
-    """Where the model has numbers that are inputs, beside arguments, by their names among these."""
+    form: CallForm | None = None
+    """What brings arguments into the form that they were traced in; None: they are given in it."""
     arguments: Any = None
     """``(args, kwargs)`` in that form, with an `OutputValue` of its placeholder in place of each tensor, and of each
     number that varies."""
@@ -114,6 +114,9 @@ class TracedGraph:
     """Names of values that are kept, and of which those of microbatches add up to that of the batch."""
     in_rows: frozenset[str] = frozenset()
     """Names of values that are kept, and have a row for each sample, made of this sample alone."""
+    own_numbers: Mapping[frozenset[str], str] = field(default_factory=dict)
+    """Inputs that are numbers, read at one place from data of the arguments, of each piece of a batch its own. And the
+    place, if they are made of all samples, else empty."""
     read_numbers: Mapping[float, str] = field(default_factory=dict)
     """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides. And where,
     if they are made of all samples, else empty."""
@@ -144,12 +147,6 @@ class TracedGraph:
         """By the name of an input that is a number, the example's."""
         numbers = {node.name: number_of_input(node) for node in self.placeholders}
         return {name: number.node.hint for name, number in numbers.items() if number is not None}
-
-    @property
-    def given_arguments(self) -> Any:
-        """Those of the arguments that the forward is called with."""
-        args, kwargs = self.arguments
-        return args, {name: value for name, value in kwargs.items() if name not in self.numbers}
 
     @property
     def placeholders(self) -> list[Node]:

@@ -25,7 +25,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.reads import Reads
-from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words
+from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words, without_numbers
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
@@ -33,7 +33,7 @@ from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.locations import with_source
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeGuard, SizeSystem
-from roundpipe.fx.varying import NUMBER, Varying
+from roundpipe.fx.varying import NUMBER, NumberRead, Varying
 from roundpipe.fx.world import FakeWorld, InputSizes
 
 MAX_CACHED_SHAPES = 4096
@@ -111,6 +111,7 @@ class Guards:
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments)
+        self._given = ArgumentForm(without_numbers(world.arguments))
         self._numbers = [each.path for each in world.numbers]
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
         self.decisions = world.decisions(values.numbers)
@@ -188,7 +189,7 @@ class Guards:
         if looks and not all(write.leaves_alone(weight) for write, weight in self._weight_writes):
             words = "the forward now changes a weight in place, which it left alone when it was traced"
             return Failure(words, to_fix=OF_MODEL)
-        arguments = self._form.normalise(args, kwargs)
+        arguments = self._form.normalise(args, kwargs, batch)
         tensors: list[torch.Tensor] = []
         if words := self._arguments.difference(arguments, tensors):
             return self._failure_of_number(words, self._arguments.changed_number(arguments))
@@ -198,13 +199,19 @@ class Guards:
             return failure
         return self._value_failure(self.values.data_failure(arguments, self._decides(batch)))
 
+    def numbers_of_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[NumberRead, ...]:
+        """Numbers that code reads from data and that could be inputs, if arguments of the same form have others."""
+        arguments = self._form.normalise(args, kwargs)
+        is_other = not self._arguments.difference(arguments, []) and self.values.other_data(arguments) is not None
+        return self.values.openable if is_other else ()
+
     def reads_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What code read from data that are others in arguments of the same form, and where, in words; else empty.
 
         Decisions are left out, of which there are few.
         """
         arguments = self._form.normalise(args, kwargs)
-        if self._arguments.difference(arguments, []):
+        if self._given.difference(without_numbers(arguments), []):
             return ""
         read = self.values.other_data(arguments)
         if read is None:

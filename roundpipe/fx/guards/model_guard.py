@@ -176,7 +176,7 @@ class ModelGuard:
         Their classes, which told that, are again what they were.
         """
         for index, place in enumerate(self._python.reach.places):
-            view = reads.view(place.owner) if place.view is CONTAINER else None
+            view = reads.view(place.owner) if place.view.kind == CONTAINER.kind else None
             if view is not None or place.view in (CLASS, NAMES):
                 view = view or place.view
                 if keys := self._keys_of_inputs(place):
@@ -330,8 +330,8 @@ class ModelGuard:
 
 def _failure_of_numbers(words: str, place: Place) -> Failure:
     """A place has changed, maybe in numbers."""
-    varying = NumberPlace.changed_in(place)
-    return Failure(words, varying, number=varying[0].words if varying else "")
+    number = next(iter(place.changed_numbers().values()), "")
+    return Failure(words, NumberPlace.changed_in(place), number=number)
 
 
 def _are_alike(before: Any, value: Any) -> bool:

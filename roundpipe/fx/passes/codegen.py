@@ -29,7 +29,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, Glue, LayerChain, LayerSpec
 from roundpipe.core.tiling import num_tiles
-from roundpipe.fx.arguments import CallForm
+from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.graph.nodes import (
     draws_random,
     has_effect,
@@ -71,7 +71,7 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
         layers.append(writer.write())
         glue = layers[-1].programs.glue = GlueCode(writer.graph, writer.glue(names), functions)
         specs.append(_spec(partition, chunk, writer.uses_device, tuple(glue.described())))
-    form = CallForm(traced.model, traced.numbers)
+    form = traced.form or CallForm(traced.model)
     forms = ValueForms(traced, form, {*specs[-1].reads, *output_names(traced.output)})
     exit = OutputExit(traced.output, forms)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
@@ -107,6 +107,10 @@ class ArgumentEntry:
         for name in self.numbers & carry.keys():
             carry[name] = Factor(carry[name]) if isinstance(carry[name], float) else Count(carry[name])
         return carry
+
+    def completed(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> dict[str, Any]:
+        """See `CallForm.completed`."""
+        return self.form.completed(args, kwargs, batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArgumentEntry:
         return self

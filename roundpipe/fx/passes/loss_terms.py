@@ -229,6 +229,8 @@ class _TermSearch:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
             return isinstance(value, int | float) and not is_read(self.traced, value)
+        if is_read(self.traced, value):
+            return False
         *_, source = sources(value)  # losses of transformers move a scalar argument to their device
         if not isinstance(found := value_of(source), torch.Tensor):
             return False

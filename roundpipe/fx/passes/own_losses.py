@@ -34,7 +34,7 @@ def own_losses(traced: TracedGraph, bent: Collection[Node] = ()) -> tuple[OwnLos
 
     Terms that are ``bent``, no linear functions of sums over samples, count by samples.
     """
-    form, outputs = CallForm(traced.model, traced.numbers), list(_scalar_outputs(traced))
+    form, outputs = traced.form or CallForm(traced.model), list(_scalar_outputs(traced))
     combinations = _combinations(traced, [node for _, node in outputs], bent)
     found: list[OwnLoss] = []
     names: dict[Node, dict[Node, str]] = {}

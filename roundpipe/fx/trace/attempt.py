@@ -28,14 +28,15 @@ from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
-from roundpipe.fx.arguments import CallForm
+from roundpipe.fx.arguments import CallForm, without_numbers
 from roundpipe.fx.fakes import real_world
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
-from roundpipe.fx.guards.values import UNKNOWN, ValueProgram
+from roundpipe.fx.guards.value_reader import UNKNOWN
+from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import SizeSystem, flat_values
 from roundpipe.fx.trace.advice import set_at
@@ -106,7 +107,7 @@ class Attempt:
 
     def run(self) -> GuardedGraph:
         recorder, world = self.recorder, self._world
-        args, kwargs = self._form.given(world.arguments)
+        args, kwargs = without_numbers(world.arguments)
         try:
             with intercepting(self, world.model, self._python.reach), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
@@ -160,7 +161,10 @@ class Attempt:
         world, builder, findings = self._world, self.recorder.builder, self.recorder.findings
         traced = builder.traced
         graph = traced.graph
-        values = ValueProgram(traced, self.recorder.data.reader.reads)
+        reader = self.recorder.data.reader
+        values = ValueProgram(traced, reader.reads, reader.inputs)
+        self._form.reads = values.read_inputs if values.inputs else None
+        traced.own_numbers = values.own_inputs(traced.input_paths)
         traced.read_numbers, traced.has_own_numbers = values.numbers, Need.OWN_NUMBERS in self._knowledge.needs
         for name, read in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
@@ -172,7 +176,7 @@ class Attempt:
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
                 graph.erase_node(node)
-        traced.output, traced.numbers = template, self._form.numbers
+        traced.output, traced.form = template, self._form
         traced.kept = [KeptValue(each.place, value) for each, value in zip(self.kept, kept, strict=True)]
         traced.example_elements = sum(tensor.numel() for tensor in trees.tensors(world.real_arguments))
         traced.opaque = self._leaves.opaque()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -36,8 +36,8 @@ from roundpipe.fx.sizes import (
     size_function,
 )
 from roundpipe.fx.trace.progress import advance
-from roundpipe.fx.varying import NUMBER, tensor_of_kind
-from roundpipe.fx.world import FakeWorld
+from roundpipe.fx.varying import NUMBER, NumberName, tensor_of_kind
+from roundpipe.fx.world import FakeWorld, InputNumber
 
 DATA_READS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
@@ -79,16 +79,30 @@ class GraphBuilder:
             item = self.world.inputs[len(self.traced.input_paths) - 1]
             self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
             self.bind(leaf, node)
-        for path, symbol, number in self.world.numbers:
+        self._add_numbers(self.world.numbers)
+        self.traced.uncut = self._uncut()
+        self.traced.arguments = self._named_arguments()
+
+    def open_number(self, name: NumberName, value: Any, is_own: bool) -> Any:
+        """A number, or a list of them, that code reads from data, as one more input; gives what code gets."""
+        opened, new = self.world.open_argument(name, value, is_own=is_own)
+        self._add_numbers(new)
+        return opened
+
+    def _add_numbers(self, numbers: Iterable[InputNumber]) -> None:
+        """One placeholder per number that varies, behind those there are."""
+        for path, symbol, number in numbers:
             node = self._input(path)
             with self.world.mode:
                 node.meta.update(value=tensor_of_kind(number), number=number)
             self._size_sources[symbol] = node, NUMBER
-        self.traced.uncut = self._uncut()
-        self.traced.arguments = self._named_arguments()
 
     def _input(self, path: trees.Path) -> Node:
-        node = self._last_input = self.traced.graph.placeholder(_input_name(path))
+        graph = self.traced.graph
+        first: Any = next(iter(graph.nodes), None)
+        behind = self._last_input
+        with graph.inserting_before(first) if behind is None else graph.inserting_after(behind):
+            node = self._last_input = graph.placeholder(_input_name(path))
         node.target = node.name
         node.meta.update(self._common_meta())
         self.traced.input_paths[node.name] = path

@@ -76,6 +76,7 @@ class Need(enum.Enum):
     PLAIN_NUMBERS = (
         "let item() give a plain number where arguments tell it, since code does with it what only that can do"
     )
+    PLAIN_READS = "let data give plain numbers where arguments tell them, since code does with one what needs that"
     OWN_NUMBERS = "let data of a piece of a batch give the piece's numbers, since not everything goes sample by sample"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from roundpipe.fx.guards.values import UNKNOWN
+from roundpipe.fx.guards.value_reader import UNKNOWN
 
 _UNIFORM = (torch.rand, torch.rand_like)
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {

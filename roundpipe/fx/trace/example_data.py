@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.fakes import real_world
-from roundpipe.fx.guards.values import UNKNOWN, ValueReader, readers_of
+from roundpipe.fx.guards.value_reader import UNKNOWN, ValueReader
+from roundpipe.fx.guards.values import readers_of
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import expression_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.builder import GraphBuilder
-from roundpipe.fx.trace.decisions import Retry
+from roundpipe.fx.trace.decisions import Need, Retry
 from roundpipe.fx.world import FakeWorld
 
 MOST_CALLS = 10_000
@@ -25,8 +26,7 @@ MOST_CALLS = 10_000
 class ExampleData:
     """What traced code asks about data, answered from the example where inputs and buffers alone determine it.
 
-    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs. ``takes_numbers``: see
-    `ValueReader`.
+    Inside ``pause`` nothing is recorded. ``module`` gives the name of the one whose code runs.
     """
 
     def __init__(
@@ -35,13 +35,21 @@ class ExampleData:
         builder: GraphBuilder,
         pause: Callable[[], AbstractContextManager[None]],
         module: Callable[[], str],
-        takes_numbers: bool,
+        needs: Collection[Need],
     ) -> None:
         self._world = world
         self._builder = builder
         self._pause = pause
         self._module = module
-        self.reader = ValueReader(builder.traced, world.real_arguments, world.batch, takes_numbers=takes_numbers)
+        self.reader = ValueReader(
+            builder.traced,
+            world.real_arguments,
+            world.batch,
+            takes_numbers=Need.OWN_NUMBERS not in needs,
+            open_input=builder.open_number,
+            refuse=_refuse_symbols,
+            varying=frozenset() if Need.PLAIN_READS in needs else world.dynamic,
+        )
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""
@@ -95,3 +103,7 @@ class ExampleData:
         node = self._builder.node_of.get(tensor)
         name = self._world.name_of.get(tensor)
         return node or (None if name is None else self._builder.attribute(name, tensor))
+
+
+def _refuse_symbols() -> NoReturn:
+    raise Retry(need=Need.PLAIN_READS)

@@ -131,12 +131,13 @@ _UNKNOWN = "?"
 
 
 def _patch_texts_of_sizes(stack: ExitStack) -> None:
-    """A text that a model's code makes of a size has the number, as in eager mode, and no name of a symbol.
+    """A text that a model's code makes of a size, or a key, has the number, as in eager mode, and no name of a symbol.
 
     The graph then serves that number only, unless the text is for people. Torch's own code, sympy's and this package's
     get the symbol's name.
     """
     plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    _patch(stack, torch.SymInt, "__hash__", _hash_of_size(torch.SymInt.__hash__))
     for kind, number in plain.items():
         _patch(stack, kind, "__repr__", _text_of_size(number, kind.__repr__))
         _patch(stack, kind, "__format__", _text_of_size(number, kind.__format__))
@@ -152,6 +153,16 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         return format(number(size), *spec)
 
     return text
+
+
+def _hash_of_size(original: Callable[..., int]) -> Callable[..., int]:
+    """As a key, a size is the number that it is."""
+
+    def hashed(size: Any) -> int:
+        is_asked = _attempt() is not None and asking_frame() is not None
+        return hash(int(size)) if is_asked else original(size)
+
+    return hashed
 
 
 def _listed(tensor: torch.Tensor) -> Any:

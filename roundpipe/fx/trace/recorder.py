@@ -30,7 +30,7 @@ from roundpipe.fx.fakes import DATA_DEPENDENT, NO_FAKE_KERNEL, draws_unseen, is_
 from roundpipe.fx.graph.nodes import HOOK_METHODS
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.piece_numbers import whole_operands
-from roundpipe.fx.guards.values import UNKNOWN
+from roundpipe.fx.guards.value_reader import UNKNOWN
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import (
@@ -101,7 +101,7 @@ class CallRecorder(TorchFunctionMode):
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
-        self.data = ExampleData(world, self.builder, self.pause, lambda: self.module, Need.OWN_NUMBERS not in needs)
+        self.data = ExampleData(world, self.builder, self.pause, lambda: self.module, needs)
 
     def in_glue(self) -> bool:
         """Whether the model's own Python is running, rather than an operator or a leaf."""

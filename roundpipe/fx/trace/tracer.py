@@ -8,11 +8,10 @@ Invariant: the user's model, and all random state, are after `trace` what they w
 
 from __future__ import annotations
 
-import builtins
 import functools
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,21 +22,19 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import preserved_random_state
-from roundpipe.core.storages import bytes_of
 from roundpipe.effects.completed import CompletedTexts
-from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.graph.traced import printed_graph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.model_guard import kind_and_value
-from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt, OtherSizes
 from roundpipe.fx.trace.decisions import Knowledge, Learned, Need, Retry
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.kept import KeptHolders, are_alike
-from roundpipe.fx.varying import Varying, named_places
+from roundpipe.fx.trace.own_errors import as_the_models_own
+from roundpipe.fx.varying import Varying, is_number, named_places
 from roundpipe.fx.world import FakeWorld
 
 logger = logging.getLogger(__name__)
@@ -45,8 +42,6 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 60
 MAX_SETTLING_RUNS = 2
 """Runs of a model that sets attributes in its forward; both must give the same graph, or its first call differs."""
-MAX_BYTES = 1 << 30
-"""Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""
 
 
 def trace(
@@ -83,80 +78,90 @@ def trace(
         TraceError: the root's own code can't be captured; says file, line, cause and what to change. Or the model's
             forward raises its cause without a trace, too.
     """
-    form = CallForm(model, named_places(dynamic))
-    arguments = form.normalise(args, kwargs or {})
-    whole = None if batch is None else form.normalise(*batch)
-    learned = learned or Learned()
-    knowledge = learned.added_to(Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs)))
+    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure, frozenset(needs))
+    request = _Request(model, args, kwargs or {}, batch, learned or Learned(), knowledge)
     try:
-        with interrupts_held(), TRACING, preserved_random_state():
-            return _trace_doubled(model, form, whole, learned, arguments, knowledge)
-    except TraceError as error:
-        own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
-        if own is not None:
-            raise own from own.__cause__
-        raise
+        return request.traced()
+    except TraceError:
+        sizes = frozenset(each for each in dynamic if not is_number(each))
+        if len(sizes) == len(knowledge.dynamic):
+            raise
+    logger.debug("%s can't be traced with symbols in the place of its numbers", type(model).__name__)
+    request.knowledge = replace(knowledge, dynamic=sizes)
+    return request.traced()
 
 
-def _trace_doubled(
-    model: nn.Module,
-    form: CallForm,
-    batch: Arguments | None,
-    learned: Learned,
-    arguments: Arguments,
-    knowledge: Knowledge,
-) -> GuardedGraph:
-    """The graph for a batch of two in place of a batch of one, where it serves both."""
-    trace_for = functools.partial(_trace, model, form, batch, learned)
-    doubled = _batch_of_two(arguments, batch)
-    if doubled is None:
-        return trace_for(arguments, knowledge)
-    try:
-        traced = trace_for(doubled, knowledge, also=arguments)
-    except OtherSizes as other:
-        decisions = other.decisions
-    except TraceError as error:
+@dataclass(slots=True)
+class _Request:
+    """What `trace` is asked for."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Arguments | None
+    learned: Learned
+    knowledge: Knowledge
+
+    def traced(self) -> GuardedGraph:
+        """The graph, of arguments in normal form."""
+        form = CallForm(self.model, named_places(self.knowledge.dynamic))
+        arguments = form.normalise(self.args, self.kwargs)
+        whole = None if self.batch is None else form.normalise(*self.batch)
         try:
-            traced = trace_for(arguments, knowledge)
-        except TraceError:
-            raise error from error.__cause__
-        traced.fails_for_two = error
-        return traced
-    else:
-        if traced.guards.check(*arguments, batch=batch) is None:
+            with interrupts_held(), TRACING, preserved_random_state():
+                return self._trace_doubled(form, arguments, whole)
+        except TraceError as error:
+            own = None if self.knowledge.is_pure else as_the_models_own(self.model, self.args, self.kwargs, error)
+            if own is not None:
+                raise own from own.__cause__
+            raise
+
+    def _trace_doubled(self, form: CallForm, arguments: Arguments, batch: Arguments | None) -> GuardedGraph:
+        """The graph for a batch of two in place of a batch of one, where it serves both."""
+        trace_for = functools.partial(self._trace, form, batch)
+        doubled = _batch_of_two(arguments, batch)
+        if doubled is None:
+            return trace_for(arguments)
+        try:
+            traced = trace_for(doubled, also=arguments)
+        except OtherSizes as other:
+            decisions = other.decisions
+        except TraceError as error:
+            try:
+                traced = trace_for(arguments)
+            except TraceError:
+                raise error from error.__cause__
+            traced.fails_for_two = error
             return traced
-        decisions = traced.guards.decisions
-    traced = trace_for(arguments, knowledge)
-    traced.guards.decisions = decisions
-    return traced
-
-
-def _trace(
-    model: nn.Module,
-    form: CallForm,
-    batch: Arguments | None,
-    learned: Learned,
-    arguments: Arguments,
-    knowledge: Knowledge,
-    also: Arguments | None = None,
-) -> GuardedGraph:
-    """Attempts until one succeeds; each knows what those before found out."""
-    for _ in range(MAX_ATTEMPTS):
-        world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
-        try:
-            attempts = _pure_trace if knowledge.is_pure else _stable_trace
-            with world.numbers_opened():
-                traced, traced_parts = attempts(world, form, knowledge)
-        except Retry as retry:
-            knowledge = knowledge.after(retry, model)
-            continue
-        traced.guards.watch(model, *traced_parts())  # now that the run's own traces are taken back
-        learned.note(knowledge)
+        else:
+            if traced.guards.check(*arguments, batch=batch) is None:
+                return traced
+            decisions = traced.guards.decisions
+        traced = trace_for(arguments)
+        traced.guards.decisions = decisions
         return traced
-    raise TraceError(
-        f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
-        f"whole: {', '.join(str(name) for name in knowledge.decisions)}"
-    )
+
+    def _trace(
+        self, form: CallForm, batch: Arguments | None, arguments: Arguments, also: Arguments | None = None
+    ) -> GuardedGraph:
+        """Attempts until one succeeds; each knows what those before found out."""
+        model, knowledge = self.model, self.learned.added_to(self.knowledge)
+        for _ in range(MAX_ATTEMPTS):
+            world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
+            try:
+                attempts = _pure_trace if knowledge.is_pure else _stable_trace
+                with world.numbers_opened():
+                    traced, traced_parts = attempts(world, form, knowledge)
+            except Retry as retry:
+                knowledge = knowledge.after(retry, model)
+                continue
+            traced.guards.watch(model, *traced_parts())  # now that the run's own traces are taken back
+            self.learned.note(knowledge)
+            return traced
+        raise TraceError(
+            f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
+            f"whole: {', '.join(str(name) for name in knowledge.decisions)}"
+        )
 
 
 def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[GuardedGraph, Callable[[], Any]]:
@@ -337,57 +342,3 @@ def _batch_of_two(arguments: Arguments, whole: Arguments | None) -> Arguments | 
         tuple(trees.map_tensors(value, twice) for value in args),
         {name: trees.map_tensors(value, twice) for name, value in kwargs.items()},
     )
-
-
-def _as_the_models_own(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
-) -> TraceError | None:
-    """What to raise in place of a trace's error if eager raises the same; None if it does not, or is not asked.
-
-    The forward of a model of up to `MAX_BYTES` is run once, and what it changes is taken back.
-    """
-    cause = error.__cause__
-    if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
-        return None
-    tensors = [*model.parameters(), *model.buffers()]
-    without_data = any(tensor.is_meta for tensor in tensors)
-    if not without_data and sum(map(bytes_of, tensors)) > MAX_BYTES:
-        return None
-    own = _exception_of(model, args, kwargs, without_data)
-    if type(own) is not type(cause):
-        return None
-    if without_data and str(own) != str(cause):  # with data, whatever is raised would be by each call
-        return None
-    place = raised_at(own)
-    words = (
-        f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
-        f"{str(own).strip()}. Plain PyTorch raises it, too, given these arguments (of one microbatch, if the batch was "
-        "split): correct them, or the model"
-    )
-    result = TraceError(words, TraceCause.MODEL_ERROR, error.facts)
-    result.__cause__ = own
-    return result
-
-
-def _exception_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool
-) -> Exception | None:
-    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().to("meta") if without_data else tensor.detach().clone()
-        return copy.requires_grad_(tensor.requires_grad)
-
-    args, kwargs = trees.map_tensors((args, kwargs), copy_of)
-    before = FirstCall(model)
-    weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
-    try:
-        with preserved_random_state():
-            model(*args, **kwargs)
-    except Exception as error:
-        return error
-    finally:
-        before.restore()
-        for parameter, data, original in weights:  # a forward may write them, also where no version tells
-            parameter.data = data
-            if not without_data:
-                data.copy_(original)
-    return None
