@@ -19,19 +19,25 @@ WIDTH, NUM_CLASSES = 16, 5
 RUNS_IN_PARTS = "where no trace serves a batch"
 
 
+def as_integers(sizes: torch.Tensor) -> list[int]:
+    """Numbers of Python's and nothing else, so that a graph serves no others."""
+    return [int(size) for size in sizes]
+
+
 class Tower(nn.Module):
     """Mixes rows within images, of which ``sizes`` has the numbers of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[torch.Tensor], list[int]] = as_integers) -> None:
         super().__init__()
+        self.read = read
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            images = torch.split(block(rows).tanh(), sizes.tolist())
+            images = torch.split(block(rows).tanh(), self.read(sizes))
             rows = rows + torch.cat([image - image.mean(0) for image in images])
-        return self.head(torch.stack([image.mean(0) for image in torch.split(rows, sizes.tolist())]))
+        return self.head(torch.stack([image.mean(0) for image in torch.split(rows, self.read(sizes))]))
 
 
 def batch_of(*sizes: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -43,9 +49,9 @@ def batch_of(*sizes: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tens
 class Both:
     """A model, and a copy of it that runs in eager mode on the same batches."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = Tower()
+        self.model = model or Tower()
         self.reference = copy.deepcopy(self.model)
         self.piped = roundpipe.compile(self.model, devices=["cpu"], **options)
         self.optimizers = [
@@ -86,7 +92,18 @@ def test_batches_with_other_data_run_in_parts_after_two_traces() -> None:
         assert both.piped.trace_count == 2
         told = [[text for text in texts if RUNS_IN_PARTS in text] for texts in said]
         assert [len(texts) for texts in told] == [0, 0, 1, 0, 0, 0, 0, 0]
-        assert "sizes (tolist)" in told[2][0] and "torch.split" in told[2][0]
+        assert "sizes (__int__)" in told[2][0] and "int(size)" in told[2][0]
+
+
+def test_sizes_that_are_read_as_a_list_are_inputs() -> None:
+    torch.manual_seed(0)
+    both = Both(Tower(torch.Tensor.tolist), fallback=False)
+    with both.piped:
+        for size in range(2, 9):
+            assert not both.step(size, 3, 7 - size % 4)
+        assert both.piped.trace_count == 2
+        both.step(5, 3)  # another number of images
+        assert both.piped.trace_count == 3
 
 
 def test_a_batch_whose_data_were_traced_still_runs_in_layers(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +129,7 @@ def test_no_fallback_means_a_trace_each() -> None:
 
 def test_a_graph_of_too_many_steps_by_data_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roundpipe.fx.trace.example_data.MOST_CALLS", 20)
-    both = Both()
+    both = Both(Tower(torch.Tensor.tolist))
     with both.piped:
         said = [both.step(size, 3, 4) for size in (1, 2, 3)]
         assert [any("would have over 20 calls" in text for text in texts) for texts in said] == [True, False, False]

@@ -54,6 +54,8 @@ class ValueReader:
         self._takes_numbers = takes_numbers
         self._open_input, self._refuse, self._varying = open_input, refuse, varying
         self._num_at = Counter[tuple[str, str]]()
+        self._opened: dict[tuple[Any, Any], Any] = {}
+        """By what is called on which nodes, what code got."""
         self.inputs: dict[NumberName, ValueRead] = {}
         """What became inputs of the graph."""
         self._known: dict[Node, bool] = {}
@@ -106,7 +108,10 @@ class ValueReader:
             with contextlib.suppress(Exception):  # a graph that serves no batch decides by pieces
                 whole = self._answer(read, needed, self._batch)
         if is_open:
-            return self._opened(read, answer, whole, is_of_batch=is_of_batch, may_be_either=may_be_either)
+            key = function, args  # of one value, they are the same numbers each time
+            if key not in self._opened:
+                self._opened[key] = self._open(read, answer, whole, is_of_batch, may_be_either)
+            return self._opened[key]
         if is_of_batch and whole is not UNKNOWN:
             answer = whole
         read = replace(read, expected=trees.map_tensors(answer, shape_of), is_of_batch=is_of_batch)
@@ -124,7 +129,7 @@ class ValueReader:
             return None
         return NumberRead(function, read.location, self._num_at[function, read.location])
 
-    def _opened(self, read: ValueRead, own: Any, whole: Any, *, is_of_batch: bool, may_be_either: bool) -> Any:
+    def _open(self, read: ValueRead, own: Any, whole: Any, is_of_batch: bool, may_be_either: bool) -> Any:
         """Symbols for what the piece gives, or its batch; for both, if only what code does with it tells."""
         if whole is UNKNOWN:
             whole = own

@@ -145,6 +145,7 @@ class ValueProgram:
 
         self.inputs = {name: copied(read) for name, read in inputs.items()}
         self.reads: list[ValueRead] = []
+        self._places = dict.fromkeys(read.place for read in reads if read.place is not None)
         seen: list[tuple[Any, ...]] = []
         for read in map(copied, reads):
             key = (read.function, read.args, read.kwargs, read.is_of_batch)
@@ -208,8 +209,8 @@ class ValueProgram:
     @property
     def openable(self) -> tuple[NumberRead, ...]:
         """What numbers the graph has that could be inputs; none if there are too many: its code goes by the data."""
-        found = {read.place: len(trees.leaves(read.expected)) for read in self.reads if read.place is not None}
-        return tuple(found) if sum(found.values()) <= MOST_NUMBERS else ()
+        numbers = (len(trees.leaves(read.expected)) for read in self.reads if read.place is not None)
+        return tuple(self._places) if sum(numbers) <= MOST_NUMBERS else ()
 
     def size_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
         """The first read that sizes determine whose answer differs now, with the answer or the error."""
@@ -277,7 +278,9 @@ class ValueProgram:
 
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
-        needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]
+        known = [*zip(self.reads, self._needed_by, strict=True)]
+        known += [(self.inputs[name], nodes) for name, nodes in self._needed_by_inputs.items()]
+        needed = next(nodes for each, nodes in known if each is read)
         return sorted(node.name for node in needed if node.op == "placeholder")
 
 
