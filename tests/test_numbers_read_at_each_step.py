@@ -159,3 +159,21 @@ def test_code_that_needs_a_number_of_its_own_is_right() -> None:
             lambda h, lengths: h * float(f"{lengths.max().item()}"),
         ):
             _compare(Scaled(scale), _batch, 3)
+
+
+def test_a_number_that_code_needs_itself_is_no_input_any_more() -> None:
+    """Else each step would be a trace with symbols, which takes longer, and the batch would never run in parts."""
+    torch.manual_seed(0)
+    model = Scaled(lambda h, lengths: h * sum(1.0 for _ in range(lengths.max().item())))
+    said: list[str] = []
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for step in range(6):
+            x, lengths = torch.randn(9, 5), torch.full((9,), step + 1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert_close(
+                    pipe(x, lengths, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)), model(x, lengths)
+                )
+            said += [str(each.message) for each in caught]
+        assert pipe.trace_count == 2
+    assert any("its code reads data of lengths (item)" in text for text in said)

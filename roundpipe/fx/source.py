@@ -156,7 +156,7 @@ class TracedSource:
                 return None
             if failure is not None:
                 may_end = or_parts and not self._lost and not (batch and _is_piece((args, kwargs), batch))
-                if may_end and self._data_traces.end_for(self._traces[0][0].guards, args, kwargs):
+                if may_end and self._data_traces.end_for(failure, self._traces[0][0].guards, args, kwargs):
                     return None
                 self._note_retrace(failure, args, kwargs)
             try:
@@ -249,7 +249,9 @@ class TracedSource:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
             self._learned.forget()
-        self.varying.note((*failure.varying, *self._traces[0][0].guards.numbers_of_other_data(args, kwargs)))
+        self.varying.note(
+            self._traces[0][0].guards.varying(failure, args, kwargs), closes_reads=bool(failure.fixed_read)
+        )
         self._retraces.note(failure)
 
     def _trace(

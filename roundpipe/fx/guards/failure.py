@@ -24,6 +24,8 @@ class Failure:
     """What varies and the trace has as plain numbers: dimensions of float inputs, and numbers of Python's."""
     number: str = ""
     """The Python number that is another one now, if that is why: in words."""
+    fixed_read: str = ""
+    """What reads a number of data that code needed itself, though it is an input of the graph; in words."""
     is_of_modes: bool = False
     """Whether it is only that the model or torch is in another mode now, for which there may be another trace."""
     to_fix: str = OF_ARGUMENTS

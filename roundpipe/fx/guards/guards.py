@@ -33,7 +33,7 @@ from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.locations import with_source
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeGuard, SizeSystem
-from roundpipe.fx.varying import NUMBER, NumberRead, Varying
+from roundpipe.fx.varying import NUMBER, Varying
 from roundpipe.fx.world import FakeWorld, InputSizes
 
 MAX_CACHED_SHAPES = 4096
@@ -199,11 +199,14 @@ class Guards:
             return failure
         return self._value_failure(self.values.data_failure(arguments, self._decides(batch)))
 
-    def numbers_of_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[NumberRead, ...]:
-        """Numbers that code reads from data and that could be inputs, if arguments of the same form have others."""
+    def varying(self, failure: Failure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Varying, ...]:
+        """What varies, if that is why these arguments need another trace.
+
+        With the numbers that code reads from data, if arguments of the same form have others.
+        """
         arguments = self._form.normalise(args, kwargs)
         is_other = not self._arguments.difference(arguments, []) and self.values.other_data(arguments) is not None
-        return self.values.openable if is_other else ()
+        return (*failure.varying, *self.values.openable) if is_other else failure.varying
 
     def reads_other_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What code read from data that are others in arguments of the same form, and where, in words; else empty.
@@ -214,8 +217,9 @@ class Guards:
         if self._given.difference(without_numbers(arguments), []):
             return ""
         read = self.values.other_data(arguments)
-        if read is None:
-            return ""
+        return "" if read is None else self._read_in_words(read)
+
+    def _read_in_words(self, read: ValueRead) -> str:
         name, inputs = self._words_of(read)
         return f"its code reads data of {inputs} ({name}) at {with_source(read.location)}"
 
@@ -305,6 +309,7 @@ class Guards:
                 f"{where} took a decision that holds only if "
                 f"{self._in_words(broken.holds)}; now {self._current_sizes(broken.holds, shapes)}",
                 number=self._number_in(broken.holds),
+                fixed_read=self._fixed_read_in(broken.holds),
             )
         if any(system.first_failure(shapes) is None for system in self._operators):
             return None
@@ -354,10 +359,20 @@ class Guards:
 
     def _number_in(self, assumption: SizeExpression) -> str:
         """A number that varies in an assumption, in words; empty if there is none."""
-        positions = (place for name, place in self._glue.positions.items() if name in _names_in(assumption))
-        paths = (self._numbers[index - len(self._inputs)] for index, _ in positions if index >= len(self._inputs))
-        words = map(argument_words, paths)
+        words = (argument_words(path) for path in self._paths_in(assumption))
         return next((each if each in self._form.numbers else f"argument {each}" for each in words), "")
+
+    def _fixed_read_in(self, assumption: SizeExpression) -> str:
+        """What reads a number that an assumption says to be a certain one, or to make one, in words."""
+        names = (path[1].key for path in self._paths_in(assumption)) if " == " in assumption.source else ()
+        read = next((read for name in names if (read := self.values.inputs.get(name)) is not None), None)
+        return "" if read is None else self._read_in_words(read)
+
+    def _paths_in(self, assumption: SizeExpression) -> list[trees.Path]:
+        """Where the numbers that vary in an assumption are among the arguments."""
+        names = _names_in(assumption)
+        indices = (index for name, (index, _) in self._glue.positions.items() if name in names)
+        return [self._numbers[index - len(self._inputs)] for index in indices if index >= len(self._inputs)]
 
     def _in_words(self, assumption: SizeExpression) -> str:
         """An assumption with the arguments' sizes in place of symbols."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
-from roundpipe.fx.guards.failure import Retraces
+from roundpipe.fx.guards.failure import Failure, Retraces
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.guards.values import readers_of
 
@@ -30,11 +30,11 @@ class DataTraces:
         self.seconds = 0.0
         """That all traces took, with their cuts."""
 
-    def end_for(self, guards: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def end_for(self, failure: Failure, guards: Guards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether arguments that no trace serves are left untraced; the guards are those of the latest trace."""
         if self._may_end is False or self._retraces.in_a_row < MOST_TRACES:
             return False
-        reads = guards.reads_other_data(args, kwargs)
+        reads = failure.fixed_read or guards.reads_other_data(args, kwargs)
         if reads and self._may_end is None:
             number = self._retraces.count
             words = (
