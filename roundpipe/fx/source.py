@@ -249,9 +249,7 @@ class TracedSource:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         if failure.to_fix == OF_MODEL:
             self._learned.forget()
-        self.varying.note(
-            self._traces[0][0].guards.varying(failure, args, kwargs), closes_reads=bool(failure.fixed_read)
-        )
+        self.varying.note(self._traces[0][0].guards.varying(failure, args, kwargs), bool(failure.fixed_read))
         self._retraces.note(failure)
 
     def _trace(

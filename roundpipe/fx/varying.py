@@ -126,7 +126,7 @@ class Varied:
         self._seen: dict[Varying, None] = {}
         self._is_closed: list[Callable[[Varying], bool]] = []
 
-    def note(self, varying: Iterable[Varying], *, closes_reads: bool = False) -> None:
+    def note(self, varying: Iterable[Varying], closes_reads: bool = False) -> None:
         """It has varied. ``closes_reads``: code needs what it reads from data as numbers."""
         if closes_reads:
             self._is_closed.append(lambda each: isinstance(each, NumberRead))
