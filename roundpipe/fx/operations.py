@@ -127,6 +127,11 @@ class Count(int):
     __slots__ = ()
 
 
+def without_size(number: float) -> float:
+    """A number of which no size is made."""
+    return Factor(number) if isinstance(number, float) else Count(number)
+
+
 def number_of(value: Any, example: float) -> Any:
     """The number that is an input of a graph; of a fake that stands for it, the example's."""
     if isinstance(value, torch.Tensor):

@@ -41,8 +41,6 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import (
-    Count,
-    Factor,
     NamedCall,
     assign_buffer,
     call_leaf,
@@ -51,6 +49,7 @@ from roundpipe.fx.operations import (
     is_operator,
     overrides_call,
     pass_on,
+    without_size,
 )
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.forms import ValueForms
@@ -76,7 +75,7 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
     exit = OutputExit(traced.output, forms)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
-    entry = ArgumentEntry(form, paths, _numbers_without_size(traced))
+    entry = ArgumentEntry(form, paths, numbers_without_size(traced))
     sums = layer_costs(traced, partition, layers, costs)
     return LayerChain(layers, specs, sums, entry, exit, traced.example_elements, traced.example_size)
 
@@ -104,9 +103,7 @@ class ArgumentEntry:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
         arguments = self.form.normalise(args, kwargs)
         carry = {name: trees.get(arguments, path) for name, path in self.paths.items()}
-        for name in self.numbers & carry.keys():
-            carry[name] = Factor(carry[name]) if isinstance(carry[name], float) else Count(carry[name])
-        return carry
+        return carry | {name: without_size(carry[name]) for name in self.numbers & carry.keys()}
 
     def completed(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Arguments | None) -> dict[str, Any]:
         """See `CallForm.completed`."""
@@ -116,7 +113,8 @@ class ArgumentEntry:
         return self
 
 
-def _numbers_without_size(traced: TracedGraph) -> frozenset[str]:
+def numbers_without_size(traced: TracedGraph) -> frozenset[str]:
+    """Names of inputs that are numbers, and of which no size is made."""
     numbers = {node.name: number_of_input(node) for node in traced.placeholders}
     sizes = symbols_in(map(value_of, traced.graph.nodes)) if any(each is not None for each in numbers.values()) else ()
     free = {name for name, each in numbers.items() if each is not None and expression_of(each) not in sizes}

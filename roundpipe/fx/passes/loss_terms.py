@@ -23,9 +23,10 @@ from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, picks_samples, value_of
 from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
-from roundpipe.fx.passes.read_numbers import is_read
+from roundpipe.fx.passes.read_numbers import is_given_number, is_read
 from roundpipe.fx.passes.row_losses import RowLoss, reduction_of_ctc
 from roundpipe.fx.passes.sample_sums import SampleSum
+from roundpipe.fx.sizes import Symbolic
 
 _COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
 _UNARY = (*_COPIES, "neg", "negative", "detach", "cpu")
@@ -77,8 +78,15 @@ def factors_of(node: Node) -> Iterator[float | None]:
     """What a node between a term and the scalar multiplies it by, if it does; None: no number of the code's."""
     name = _name(node)
     if name in (*_PRODUCTS, *_QUOTIENTS):
-        number = next((each for each in node.args if isinstance(each, int | float)), None)
+        numbers = (_plain(each) for each in node.args)
+        number = next((each for each in numbers if isinstance(each, int | float)), None)
         yield 1 / number if number and name in _QUOTIENTS else number
+
+
+def _plain(factor: Any) -> Any:
+    """A number; of one that is an input, the example's."""
+    value = value_of(factor) if isinstance(factor, Node) else factor
+    return value.node.hint if isinstance(value, Symbolic) else value
 
 
 def combination(
@@ -229,8 +237,8 @@ class _TermSearch:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
             return isinstance(value, int | float) and not is_read(self.traced, value)
-        if is_read(self.traced, value):
-            return False
+        if is_read(self.traced, value) or is_given_number(self.traced, value):
+            return not is_read(self.traced, value)
         *_, source = sources(value)  # losses of transformers move a scalar argument to their device
         if not isinstance(found := value_of(source), torch.Tensor):
             return False

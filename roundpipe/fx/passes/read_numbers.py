@@ -23,6 +23,14 @@ def is_read(traced: TracedGraph, number: Any) -> bool:
     return bool(number) and not traced.read_numbers.keys().isdisjoint((number, -number, 1 / number, -1 / number))
 
 
+def is_given_number(traced: TracedGraph, value: Any) -> bool:
+    """Whether a value is a number that is an input, or made of such, and the same for each piece of a batch."""
+    if not isinstance(value, Node) or not isinstance(value_of(value), Symbolic):
+        return False
+    inputs = _inputs_of(value)
+    return bool(inputs) and inputs <= traced.number_hints.keys() and not is_read(traced, value)
+
+
 def where_sums_are_read(traced: TracedGraph) -> str:
     """What reads a number made of all samples, by which something is multiplied or divided; empty if nothing does."""
     if not any(traced.read_numbers.values()) and not any(traced.own_numbers.values()):

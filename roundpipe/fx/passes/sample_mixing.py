@@ -369,7 +369,9 @@ class _SampleRun(GraphInterpreter):
         if node.op == "get_attr":
             return self._attributes.at(node.target)
         if not isinstance(value, torch.Tensor):
-            return self._size(value) if isinstance(value, torch.SymInt) else value
+            if isinstance(value, torch.SymInt):
+                return self._size(value)
+            return value.node.hint if isinstance(value, torch.SymFloat) else value
         dims = [dim for dim, size in enumerate(value.shape) if expression_of(size) in self._symbols]
         dims = [0] if node in self._samples else dims
         fake = torch.empty([*map(self._size, value.shape)], dtype=value.dtype)

@@ -28,8 +28,8 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.effects.kept import Kept, KeptLeaf
 from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph.traced import OutputNumber, OutputValue, TracedGraph
-from roundpipe.fx.operations import pass_on
-from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
+from roundpipe.fx.operations import pass_on, without_size
+from roundpipe.fx.passes.codegen import Layer, OutputExit, numbers_without_size, whole_graph
 from roundpipe.fx.passes.generated import Generated, sizes_key
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS
 from roundpipe.fx.passes.loss_terms import sources
@@ -56,6 +56,12 @@ class JoinedTail:
         self._arguments = dict(loss.input_paths)
         self._labels: dict[str, trees.Path] = {}
         """By name in the carry, the path into the label."""
+        self._places = {} if loss.form is None else loss.form.numbers
+        self._numbers: dict[str, float] = {}
+        """By name in the carry, numbers that the function finds now: those of the example until a call comes."""
+        free = numbers_without_size(loss)
+        self._free = {f"{LABEL} {name}" for name in free} | {loss.input_paths[name][1].key for name in free}
+        """Names in the carry of numbers of which no size is made."""
         self._loss_names: set[str] = set()
         self.first_loss: tuple[trees.Path, ...] = ()
         self.graph = torch.fx.Graph()
@@ -85,12 +91,20 @@ class JoinedTail:
 
     def values(self, carry: Carry, label: Any) -> Carry:
         """The carry of the joined graph."""
-        labels = self._labels
-        return {name: trees.get(label, labels[name]) if name in labels else carry[name] for name in self._reads}
+
+        def value(name: str) -> Any:
+            if name in self._numbers:
+                return self._numbers[name]
+            if name not in self._labels:
+                return carry[name]
+            found = trees.get(label, self._labels[name])
+            return without_size(found) if name in self._free else found
+
+        return {name: value(name) for name in self._reads}
 
     def add_tiles(self, layer: nn.Module, carry: Carry, label: Any) -> None:
         """Let it run in tiles on values of these sizes; those of the carry may be without data, and some be missing."""
-        if not carry.keys() >= set(self._reads) - self._labels.keys():
+        if not carry.keys() >= set(self._reads) - self._labels.keys() - self._numbers.keys():
             return
         values = self.values(carry, label)
         key = sizes_key(values.values())
@@ -99,11 +113,15 @@ class JoinedTail:
 
     def for_call(self, note_kept: NoteKept, first_microbatch: int) -> JoinedTail:
         """The same for a step that begins with one of a call's microbatches; it tells what the loss function leaves."""
-        if not self._kept:
+        if not self._kept and not self._numbers:
             return self
         other = copy.copy(self)
         other._note_kept, other._first_microbatch = note_kept, first_microbatch
+        other._numbers = {name: self._number(name, place.read()) for name, place in self._places.items()}
         return other
+
+    def _number(self, name: str, number: float) -> float:
+        return without_size(number) if name in self._free else number
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any, microbatch: int | None = None) -> Any:
         values = self.values(carry, label)
@@ -131,7 +149,10 @@ class JoinedTail:
     def loss(self, microbatch: int, outputs: Any, label: Any) -> Any:
         """The same from the model's outputs, as the loss function's graph is."""
         arguments = {OUTPUTS: outputs, LABEL: label}
-        carry = {name: trees.get(arguments, tuple(path)) for name, (_, *path) in self._arguments.items()}
+        paths = {name: tuple(path) for name, (_, *path) in self._arguments.items()}
+        given = {name: path[0].key for name, path in paths.items() if path[0].key in self._numbers}
+        carry = {name: trees.get(arguments, path) for name, path in paths.items() if name not in given}
+        carry |= {name: self._numbers[place] for name, place in given.items()}
         device = next((tensor.device for tensor in trees.tensors(carry)), None)
         function: Any = self.root(nn.Module(), device).loss
         return self._filled(function(carry), microbatch)
@@ -152,6 +173,10 @@ class JoinedTail:
         made = self._copy(layer.graph, carry, "layer", {})
         given: dict[str, Node] = {}
         for name, (_, (_, argument), *path) in loss.input_paths.items():  # (args, kwargs) -> keyword -> inside
+            if argument in self._places:
+                self._numbers[argument] = self._number(argument, loss.number_hints[name])
+                given[name] = self.graph.call_function(operator.getitem, (carry, argument))
+                continue
             if argument == LABEL:
                 key = f"{LABEL} {name}"
                 self._labels[key] = tuple(path)

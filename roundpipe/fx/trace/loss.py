@@ -31,7 +31,7 @@ from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.guards.failure import OF_LOSS, Failure
 from roundpipe.fx.guards.guards import GuardedGraph, Guards
 from roundpipe.fx.trace.tracer import trace
-from roundpipe.fx.varying import NumberPlace, Varying
+from roundpipe.fx.varying import Varying
 
 LossFunction = Callable[[Any, Any], Any]
 _MAX_DEPTH = 6
@@ -92,9 +92,8 @@ def trace_loss(
     Raises:
         TraceError: it can't be traced, or does more than compute.
     """
-    sizes = [each for each in dynamic if not isinstance(each, NumberPlace)]
     with _python_kept(function, model) as call, torch.enable_grad():
-        traced = trace(call, (outputs, label), dynamic=sizes, is_pure=True)
+        traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
     if any(map(draws_random, traced.graph.nodes)):
         raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
     return traced
