@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import re
 import warnings
@@ -156,7 +157,12 @@ def test_a_failed_guard_traces_again_is_logged_and_counted(caplog: pytest.LogCap
 
 def test_traces_one_after_the_other_are_warned_of() -> None:
     """Also where every call has several microbatches, of which only the first is traced."""
-    model, x = Skipping().to(DTYPE), batch()
+
+    class Rooted(Skipping):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+            return super().forward(x, math.sqrt(scale))
+
+    model, x = Rooted().to(DTYPE), batch()
     with compiled(model, example_args=(x, 0.5)) as pipe, torch.no_grad():
         with warnings.catch_warnings():
             warnings.simplefilter("error")

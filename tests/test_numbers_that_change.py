@@ -155,3 +155,20 @@ def test_code_that_needs_the_number_itself_is_right(rule: Rule, kind: Any) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["a factor", "a power", "a number of an operator", "a limit", "in a tensor"])
+def test_a_device_computes_with_the_number_as_pytorch_does(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = OfAttribute(OPEN[name], True).to(dtype)
+    eager = copy.deepcopy(model).cuda()
+    with roundpipe.compile(model, devices=["cuda"]) as pipe, torch.no_grad():
+        for step in range(NUM_STEPS):
+            x = torch.randn(NUM_SAMPLES, 5, dtype=dtype)
+            model.set(0.9 / (step + 1))
+            eager.set(0.9 / (step + 1))
+            assert_close(pipe(x).cpu(), eager(x.cuda()).cpu())
+        assert pipe.trace_count == 2

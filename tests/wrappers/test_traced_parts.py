@@ -47,7 +47,7 @@ class Seeing(nn.Module):
         self.text, self.head = Text(decides), nn.Linear(WIDTH, NUM_WORDS)
 
     def forward(self, rows: torch.Tensor, sizes: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        images = torch.stack([image.mean(0) for image in torch.split(self.rows(rows), sizes.tolist())])
+        images = torch.stack([image.mean(0) for image in torch.split(self.rows(rows), list(map(int, sizes)))])
         hidden = torch.cat([images[:, None], self.words(ids)], 1)
         positions = torch.arange(hidden.shape[1]).expand(len(ids), -1)
         return self.head(self.text(hidden, positions))
@@ -186,7 +186,7 @@ class Collecting(nn.Module):
             out = out + sum(COLLECTED.get()["steps"])
         finally:
             COLLECTED.reset(token)
-        return self.head(torch.stack([image.mean(0) for image in torch.split(out, sizes.tolist())]))
+        return self.head(torch.stack([image.mean(0) for image in torch.split(out, list(map(int, sizes)))]))
 
 
 def test_a_part_in_which_hooks_were_installed_runs_in_parts_of_its_own() -> None:
