@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -124,19 +124,20 @@ class Varied:
 
     def __init__(self) -> None:
         self._seen: dict[Varying, None] = {}
-        self._is_closed: list[Callable[[Varying], bool]] = []
+        self._closes_reads = self._closes_numbers = False
 
     def note(self, varying: Iterable[Varying], closes_reads: bool = False) -> None:
         """It has varied. ``closes_reads``: code needs what it reads from data as numbers."""
-        if closes_reads:
-            self._is_closed.append(lambda each: isinstance(each, NumberRead))
-        self._seen |= dict.fromkeys(varying)
-        self._seen = {each: None for each in self._seen if not any(is_closed(each) for is_closed in self._is_closed)}
+        self._closes_reads |= closes_reads
+        self._seen = {each: None for each in (*self._seen, *varying) if not self._is_closed(each)}
 
     def close_numbers(self) -> None:
         """The model's code can't be traced with symbols in the place of numbers."""
-        self._is_closed.append(is_number)
+        self._closes_numbers = True
         self.note(())
+
+    def _is_closed(self, varying: Varying) -> bool:
+        return isinstance(varying, NumberRead) and self._closes_reads or self._closes_numbers and is_number(varying)
 
     def __iter__(self) -> Iterator[Varying]:
         return iter(self._seen)

@@ -111,7 +111,7 @@ class ValueReader:
             key = function, args  # of one value, they are the same numbers each time
             if key not in self._opened:
                 self._opened[key] = self._open(read, answer, whole, is_of_batch, may_be_either)
-            return self._opened[key]
+            return trees.map_leaves(self._opened[key], lambda number: number)  # a list is the code's own
         if is_of_batch and whole is not UNKNOWN:
             answer = whole
         read = replace(read, expected=trees.map_tensors(answer, shape_of), is_of_batch=is_of_batch)

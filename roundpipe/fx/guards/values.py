@@ -201,8 +201,9 @@ class ValueProgram:
         found: dict[frozenset[str], str] = {}
         for name, read in self.inputs.items():
             if not read.is_of_batch and not read.may_be_of_batch:
-                is_of_all = not any(map(picks_samples, self._needed_by_inputs[name]))
                 nodes = frozenset(node for node, path in paths.items() if path[1].key == name)
+                is_one = type(read.expected) is list and len(nodes) == 1  # sample, whose number is its own
+                is_of_all = not is_one and not any(map(picks_samples, self._needed_by_inputs[name]))
                 found[nodes] = read.location if is_of_all else ""
         return found
 
