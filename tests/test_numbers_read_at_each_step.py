@@ -177,3 +177,26 @@ def test_a_number_that_code_needs_itself_is_no_input_any_more() -> None:
             said += [str(each.message) for each in caught]
         assert pipe.trace_count == 2
     assert any("its code reads data of lengths (item)" in text for text in said)
+
+
+RATIOS: dict[str, Scale] = {
+    "samples": lambda h, lengths: h * (lengths.sum().item() / lengths.shape[0]),
+    "samples, by len()": lambda h, lengths: h * (lengths.sum().item() / len(lengths)),
+    "elements": lambda h, lengths: h * (1 - lengths.sum().item() / (10 * lengths.numel())),
+    "the other way round": lambda h, lengths: h * (lengths.numel() / lengths.sum().item()),
+}
+
+
+@pytest.mark.parametrize("scale", RATIOS.values(), ids=RATIOS)
+def test_a_number_over_a_size_keeps_the_batch_whole(scale: Scale) -> None:
+    torch.manual_seed(0)
+    model = Scaled(scale)
+    said: list[str] = []
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe, torch.no_grad():
+        for step in range(NUM_STEPS):
+            batch = _batch(step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert_close(pipe(*batch), model(*batch))
+            said += [str(each.message) for each in caught]
+    assert any("divided by a size" in text and "not cut" in text for text in said)

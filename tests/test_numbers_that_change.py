@@ -157,6 +157,82 @@ def test_code_that_needs_the_number_itself_is_right(rule: Rule, kind: Any) -> No
         _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)])
 
 
+SHAPED: dict[str, Rule] = {
+    "parts of a size": lambda h, number: (
+        sum(part.sum(1, keepdim=True) * i for i, part in enumerate(h.split(number, 1))) + h
+    ),
+    "a number of parts": lambda h, number: (
+        sum(p.sum(1, keepdim=True) * i for i, p in enumerate(h.chunk(number, 1))) + h
+    ),
+    "the last part": lambda h, number: h * h.chunk(number, 1)[-1].mean(1, keepdim=True),
+    "how many parts": lambda h, number: h * len(h.split(number, 1)),
+    "a length behind a bound": lambda h, number: h * h[:, :number].shape[1],
+    "a dimension": lambda h, number: h * h[:, None].expand(-1, 4, -1).sum(1 + number % 2).shape[1],
+    "a pooled length": lambda h, number: h * F.adaptive_avg_pool1d(h[None], number).shape[2],
+    "heads": lambda h, number: (
+        h + sum(head.sum(1, keepdim=True) * i for i, head in enumerate(h.view(len(h), number % 2 + 1, -1).unbind(1)))
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
+def test_what_an_operator_makes_of_an_integer_may_be_of_another_form(rule: Rule, kind: Any) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _trained(kind(rule), [4, 3, 2, 1, 8, 12, 5])
+
+
+LIKE_PYTHON: dict[str, Rule] = {
+    "the type": lambda h, number: h * number if type(number) in (int, float) else h * 100,
+    "a floored fraction": lambda h, number: h * (1.0 // number),
+    "over a fraction": lambda h, number: h * (number // 0.1),
+    "rounded to tens": lambda h, number: h * round(int(number * 100), -1),
+}
+
+
+@pytest.mark.parametrize("rule", LIKE_PYTHON.values(), ids=LIKE_PYTHON)
+def test_python_computes_with_a_number_as_ever(rule: Rule) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _trained(OfArgument(rule), [0.5, 0.1, 0.2, 0.3, 1.0])
+
+
+def test_an_integer_is_rounded_to_tens() -> None:
+    _trained(OfArgument(lambda h, number: h * round(number, -1)), [14, 15, 25, 35])
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scaling = nn.Linear(6, 6), {"default": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scaling["default"]
+
+
+def test_numbers_of_many_containers_are_opened_at_once() -> None:
+    model = nn.Sequential(*[Scaling() for _ in range(6)])
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for step in range(4):
+            for layer in model:
+                layer.scaling["default"] = 1.0 + step / 7
+            x = torch.randn(4, 6)
+            assert_close(pipe(x), model(x))
+        assert pipe.trace_count == 2
+
+
+def test_a_number_that_is_none_at_times_takes_a_trace_more() -> None:
+    model = OfArgument(lambda h, number: h if number is None else h * number)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for number in (0.1, None, 0.2, None, 0.3, None, 0.4):
+            x = torch.randn(4, 5)
+            assert_close(pipe(x, number), model(x, number))
+        assert pipe.trace_count == 3
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

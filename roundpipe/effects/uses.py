@@ -31,7 +31,7 @@ from roundpipe.effects.bytecode import (
     names_in,
     with_nested,
 )
-from roundpipe.effects.places import is_library, package_of
+from roundpipe.effects.places import is_library, is_of_packages, package_of
 
 
 def reads_before_it_sets(kind: type, attribute: str) -> bool:
@@ -249,6 +249,16 @@ def uses_of_forward(kind: type) -> CodeUses:
 def codes_of_forward(kind: type) -> Iterator[types.CodeType]:
     """The code of `methods_of_forward`."""
     return chain.from_iterable(methods_of_forward(kind).values())
+
+
+_TYPE_TESTS = frozenset({"type", "__class__", "isscalar"})
+
+
+def asks_for_types(kinds: Iterable[type], functions: Iterable[types.FunctionType]) -> bool:
+    """Whether a user's code may ask otherwise than by ``isinstance`` which class a value is of."""
+    own = (kind for kind in kinds if not is_of_packages(kind))
+    codes = chain(*map(codes_of_forward, own), (each.__code__ for each in functions if not is_of_packages(each)))
+    return any(not _TYPE_TESTS.isdisjoint(names_in(code)) for code in codes)
 
 
 def methods_of_forward(kind: type) -> Methods:

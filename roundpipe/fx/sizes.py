@@ -57,6 +57,8 @@ class ShapeWorld(ShapeEnv):
         """Whether no size becomes a plain number now."""
         self.numbers: dict[sympy.Basic, sympy.Basic] = {}
         """Symbols that stand for no size, but for a number of Python's, and what they are in the example."""
+        self._asked_of_numbers: dict[sympy.Basic, str] = {}
+        """What held when operators asked about numbers alone, of which torch's own guards know nothing."""
         self.own_numbers: set[sympy.Basic] = set()
         """Those of them that each piece of a batch has its own of."""
         self._log: dict[Noted, None] | None = None
@@ -125,6 +127,17 @@ class ShapeWorld(ShapeEnv):
                     self.on_fixed_size()
         else:
             self.recent.append(noted.holds)
+            if self.numbers and self._is_of_numbers(noted.holds):
+                self._asked_of_numbers[noted.holds] = ""
+
+    def asked_of_numbers(self) -> list[sympy.Basic]:
+        """What held when the call in progress asked about numbers alone."""
+        return [holds for holds in self.recent if holds in self._asked_of_numbers]
+
+    def promote(self, asked: Iterable[sympy.Basic]) -> None:
+        """Counts this as asked by glue."""
+        for holds in asked:
+            self.glue_guards.setdefault(holds, model_location())
 
     def note_again(self, noted: Iterable[Noted]) -> None:
         """What was assumed before is assumed once more."""
@@ -164,8 +177,7 @@ class ShapeWorld(ShapeEnv):
 
     def promote_recent(self) -> None:
         """Counts what the call just made asked as asked by glue: its result was a Python value."""
-        for holds in self.recent:
-            self.glue_guards.setdefault(holds, model_location())
+        self.promote(self.recent)
 
     def num_fixed_sizes(self) -> int:
         """Number of sizes that turned out to be one number, or were asked for as one."""
@@ -177,7 +189,8 @@ class ShapeWorld(ShapeEnv):
 
     def size_assumptions(self) -> dict[sympy.Basic, str]:
         """All that was assumed about sizes, whoever asked."""
-        return {**dict.fromkeys((guard.expr for guard in self.guards), ""), **self._equalities()}
+        asked = dict.fromkeys((guard.expr for guard in self.guards), "")
+        return {**asked, **self._asked_of_numbers, **self._equalities()}
 
     def _equalities(self) -> dict[sympy.Basic, str]:
         """The sizes that were taken for equal to another or to a number."""

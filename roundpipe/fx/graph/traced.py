@@ -120,6 +120,8 @@ class TracedGraph:
     read_numbers: Mapping[float, str] = field(default_factory=dict)
     """Numbers that data of the arguments gave while it was traced, but for those that a whole batch decides. And where,
     if they are made of all samples, else empty."""
+    has_own_ratios: bool = False
+    """Whether code divides such numbers by sizes, so that each piece of a batch has its own ratio."""
     has_own_numbers: bool = False
     """Whether these are the piece's own where code computes with them, and not those of its batch."""
     example_elements: int = 0

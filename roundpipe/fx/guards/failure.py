@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe.core.caller import warn
 from roundpipe.fx.varying import Varying
@@ -47,8 +47,13 @@ class Failure:
 
 
 def nearest(failure: Failure | None, other: Failure) -> Failure:
-    """The failure of the trace that came nearest to serving a call: of the first in the call's modes, if there is."""
-    return other if failure is None or (failure.is_of_modes and not other.is_of_modes) else failure
+    """The failure of the trace that came nearest to serving a call: of the first in the call's modes, if there is.
+
+    With what varies by any of them.
+    """
+    first = other if failure is None or (failure.is_of_modes and not other.is_of_modes) else failure
+    varying = other.varying if failure is None else (*failure.varying, *other.varying)
+    return replace(first, varying=varying)
 
 
 class Retraces:

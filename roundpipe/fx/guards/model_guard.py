@@ -305,16 +305,17 @@ class ModelGuard:
         )
 
     def _change_of_python(self) -> Failure | None:
-        changed = self._python.changed(self.own.places)
-        place = next((place for place in changed if not self._kept.explain(place)), None)
-        if place is None:
+        changed = [each for each in self._python.changed(self.own.places) if not self._kept.explain(each)]
+        if not changed:
             return None
+        place = changed[0]
         now = place.now()
-        if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
-            return _failure_of_numbers(f"{place.words} is {now!r}, traced with {place.held!r}", place)
         names = enumerated(place.changed_items(), most=3)
         words = f"{place.words} holds something else now{names and f' ({names})'}"
-        return _failure_of_numbers(words, place)
+        if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
+            words = f"{place.words} is {now!r}, traced with {place.held!r}"
+        varying = tuple(number for each in changed for number in NumberPlace.changed_in(each))
+        return Failure(words, varying, number=next(iter(place.changed_numbers().values()), ""))
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any, before: Any = _MISSING) -> bool:
         """Whether the forward itself puts such a value there, or leaves values in it."""
@@ -326,12 +327,6 @@ class ModelGuard:
         codes = {*map(_code_of, known.values()), *self.own.hooks.get(leaf, ())}
         uses = [uses_of_hook(hook) for hook in hooks.values() if _code_of(hook) not in codes]
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
-
-
-def _failure_of_numbers(words: str, place: Place) -> Failure:
-    """A place has changed, maybe in numbers."""
-    number = next(iter(place.changed_numbers().values()), "")
-    return Failure(words, NumberPlace.changed_in(place), number=number)
 
 
 def _are_alike(before: Any, value: Any) -> bool:

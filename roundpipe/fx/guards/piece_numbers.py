@@ -16,7 +16,10 @@ import torch
 from roundpipe.fx.graph.nodes import PRODUCTS
 from roundpipe.fx.sizes import is_shared_number
 
-_OPERATIONS = PRODUCTS | frozenset("add radd iadd sub rsub isub subtract".split())
+_OPERATIONS = PRODUCTS | frozenset(
+    "add radd iadd sub rsub isub subtract gt lt ge le eq ne greater less clamp clip clamp_min clamp_max "
+    "lerp where masked_fill fill".split()
+)
 """Names, without underscores around them, of what computes with the number of a tensor's operand."""
 
 
@@ -27,14 +30,18 @@ class NumberOfPiece(int):
         own: the piece's.
         whole: the batch's.
         note_whole: told when the batch's is taken.
+        refuse: raises where the number is divided by a size of the piece's: neither number will do.
     """
 
     whole: int
     note_whole: Callable[[], None]
+    refuse: Callable[[], None]
 
-    def __new__(cls, own: int, whole: int, note_whole: Callable[[], None]) -> NumberOfPiece:
+    def __new__(
+        cls, own: int, whole: int, note_whole: Callable[[], None], refuse: Callable[[], None] = lambda: None
+    ) -> NumberOfPiece:
         number = super().__new__(cls, own)
-        number.whole, number.note_whole = whole, note_whole
+        number.whole, number.note_whole, number.refuse = whole, note_whole, refuse
         return number
 
     def take_whole(self) -> int:
@@ -63,7 +70,7 @@ class SymbolOfPiece(torch.SymInt):
     Args:
         own: the piece's.
         whole: the batch's.
-        refuse: raises, where code does with both what tells nothing.
+        refuse: as above.
     """
 
     def __init__(self, own: torch.SymInt, whole: torch.SymInt, refuse: Callable[[], None]) -> None:
@@ -114,7 +121,7 @@ def _is_size(number: Any) -> bool:
 
 
 _FRACTIONS = (operator.truediv, operator.pow)
-"""With a size they are refused, since that is the piece's: the batch runs whole."""
+"""With a size they are refused, since that is the piece's."""
 
 
 def _arithmetic(function: Callable[..., Any], is_reflected: bool = False) -> Callable[[_OfPiece, Any], Any]:
@@ -127,8 +134,8 @@ def _arithmetic(function: Callable[..., Any], is_reflected: bool = False) -> Cal
         if _is_size(other):
             if function not in _FRACTIONS:
                 return result(_own(number), other)
-            if isinstance(number, SymbolOfPiece):
-                number.refuse()
+            number.refuse()
+            return NotImplemented
         if not isinstance(other, int | float | torch.SymInt | torch.SymFloat):
             return NotImplemented
         numbers = [each for each in (number, other) if isinstance(each, _OfPiece)]
@@ -141,7 +148,7 @@ def _arithmetic(function: Callable[..., Any], is_reflected: bool = False) -> Cal
         if isinstance(whole, int | torch.SymInt):
             own = result(_own(number), _own(other))
             if type(own) is int and type(whole) is int:
-                return NumberOfPiece(own, whole, note)
+                return NumberOfPiece(own, whole, note, number.refuse)
             symbol = next((each for each in numbers if isinstance(each, SymbolOfPiece)), None)
             if symbol is not None and isinstance(own, torch.SymInt) and isinstance(whole, torch.SymInt):
                 return SymbolOfPiece(own, whole, symbol.refuse)

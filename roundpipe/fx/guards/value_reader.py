@@ -34,7 +34,7 @@ class ValueReader:
         takes_numbers: whether the batch gives numbers, too, with which code computes.
         open_input: makes a symbolic number, or a list of them, of what is read, under a name; and whether it is the
             piece's own.
-        refuse: raises where that can't be what code needs.
+        refuse: raises where code divides a number of a piece of a batch by a size of the piece's.
         varying: what is to be opened.
     """
 
@@ -119,7 +119,7 @@ class ValueReader:
             self.reads.append(replace(read, may_be_of_batch=may_be_either and not is_of_batch))
             return answer
         self.reads.append(read)
-        return NumberOfPiece(answer, whole, functools.partial(self._note_whole, read, whole))
+        return NumberOfPiece(answer, whole, functools.partial(self._note_whole, read, whole), self._refuse)
 
     def _place(self, read: ValueRead, answer: Any) -> NumberRead | None:
         """Where it is read, if that can be an input: what must be a number of Python's can't."""

@@ -33,6 +33,8 @@ def is_given_number(traced: TracedGraph, value: Any) -> bool:
 
 def where_sums_are_read(traced: TracedGraph) -> str:
     """What reads a number made of all samples, by which something is multiplied or divided; empty if nothing does."""
+    if traced.has_own_ratios:
+        return "a number that is read from data is divided by a size of each microbatch"
     if not any(traced.read_numbers.values()) and not any(traced.own_numbers.values()):
         return ""
     for node in traced.graph.nodes:

@@ -27,7 +27,7 @@ from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
-from roundpipe.effects.uses import Readers
+from roundpipe.effects.uses import Readers, asks_for_types
 from roundpipe.fx.arguments import CallForm, without_numbers
 from roundpipe.fx.fakes import real_world
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
@@ -47,6 +47,7 @@ from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
+from roundpipe.fx.varying import is_number
 from roundpipe.fx.world import FakeWorld
 
 
@@ -92,6 +93,8 @@ class Attempt:
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         inside = modules_in(world.twin)
         self._before = ModuleSnapshot(inside)
+        if any(map(is_number, world.dynamic)) and asks_for_types(map(type, inside), python.reach.functions):
+            raise TraceError("its code asks for the types of values, and symbols for numbers are of others")
         readers = Readers(map(type, inside), [each.__code__ for each in python.reach.functions])
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
@@ -166,6 +169,7 @@ class Attempt:
         self._form.reads = values.read_inputs if values.inputs else None
         traced.own_numbers = values.own_inputs(traced.input_paths)
         traced.read_numbers, traced.has_own_numbers = values.numbers, Need.OWN_NUMBERS in self._knowledge.needs
+        traced.has_own_ratios = Need.OWN_RATIOS in self._knowledge.needs
         for name, read in values.buffers.items():  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
                 words = f"the forward takes a decision on buffer {name}, which it also changes"
@@ -175,6 +179,7 @@ class Attempt:
         for node in reversed(list(graph.nodes)):
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
+                world.shapes.promote(findings.asked_of_numbers.get(node, ()))  # only its shape may have been read
                 graph.erase_node(node)
         traced.output, traced.form = template, self._form
         traced.kept = [KeptValue(each.place, value) for each, value in zip(self.kept, kept, strict=True)]

@@ -76,7 +76,7 @@ class Need(enum.Enum):
     PLAIN_NUMBERS = (
         "let item() give a plain number where arguments tell it, since code does with it what only that can do"
     )
-    PLAIN_READS = "let data give plain numbers where arguments tell them, since code does with one what needs that"
+    OWN_RATIOS = "let data of a piece of a batch give the piece's numbers, since code divides them by the piece's sizes"
     OWN_NUMBERS = "let data of a piece of a batch give the piece's numbers, since not everything goes sample by sample"
 
 
@@ -212,7 +212,7 @@ class Learned:
         looked_into = {key: each for key, each in latest.decisions.items() if each is Decision.DESCEND}
         return replace(
             knowledge,
-            needs=knowledge.needs | latest.needs - {Need.OWN_NUMBERS},
+            needs=knowledge.needs | latest.needs - {Need.OWN_NUMBERS, Need.OWN_RATIOS},
             decisions=looked_into,
             reasons={key: latest.reasons[key] for key in looked_into},
             seen_to_set=latest.seen_to_set,

@@ -45,10 +45,10 @@ class ExampleData:
             builder.traced,
             world.real_arguments,
             world.batch,
-            takes_numbers=Need.OWN_NUMBERS not in needs,
+            takes_numbers={Need.OWN_NUMBERS, Need.OWN_RATIOS}.isdisjoint(needs),
             open_input=builder.open_number,
-            refuse=_refuse_symbols,
-            varying=frozenset() if Need.PLAIN_READS in needs else world.dynamic,
+            refuse=_refuse_ratio,
+            varying=world.dynamic,
         )
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -105,5 +105,5 @@ class ExampleData:
         return node or (None if name is None else self._builder.attribute(name, tensor))
 
 
-def _refuse_symbols() -> NoReturn:
-    raise Retry(need=Need.PLAIN_READS)
+def _refuse_ratio() -> NoReturn:
+    raise Retry(need=Need.OWN_RATIOS)

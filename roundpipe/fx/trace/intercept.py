@@ -9,6 +9,7 @@ This file is the only one that patches anything.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
@@ -138,6 +139,9 @@ def _patch_texts_of_sizes(stack: ExitStack) -> None:
     """
     plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     _patch(stack, torch.SymInt, "__hash__", _hash_of_size(torch.SymInt.__hash__))
+    _patch(stack, torch.SymInt, "__round__", _rounded(torch.SymInt.__round__))
+    for name, symbol in itertools.product(("__floordiv__", "__rfloordiv__"), (torch.SymInt, torch.SymFloat)):
+        _patch(stack, symbol, name, _floor_of_fraction(getattr(float, name), getattr(symbol, name)))
     for kind, number in plain.items():
         _patch(stack, kind, "__repr__", _text_of_size(number, kind.__repr__))
         _patch(stack, kind, "__format__", _text_of_size(number, kind.__format__))
@@ -153,6 +157,28 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         return format(number(size), *spec)
 
     return text
+
+
+def _rounded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A symbol takes an integer to be rounded already, also to tens."""
+
+    def rounded(size: Any, ndigits: int | None = None) -> Any:
+        is_asked = ndigits is not None and _attempt() is not None and asking_frame() is not None
+        return round(int(size), ndigits) if is_asked else original(size, ndigits)
+
+    return rounded
+
+
+def _floor_of_fraction(plain: Callable[[float, float], float], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Python floors a division of fractions exactly, and a symbol what the division gives: 1.0 // 0.1 is 9."""
+
+    def divided(number: Any, other: Any) -> Any:
+        is_fraction = isinstance(number, torch.SymFloat) or isinstance(other, (float, torch.SymFloat))
+        if not is_fraction or _attempt() is None or asking_frame() is None:
+            return original(number, other)
+        return plain(float(number), float(other))
+
+    return divided
 
 
 def _hash_of_size(original: Callable[..., int]) -> Callable[..., int]:

@@ -67,6 +67,8 @@ class Findings:
     born_in: dict[torch.Tensor, str] = field(default_factory=dict)
     """Tensors made inside leaves, with the leaf's name."""
     probed_nodes: set[Node] = field(default_factory=set)
+    asked_of_numbers: dict[Node, list[Any]] = field(default_factory=dict)
+    """By node, what held when its call asked about numbers that are inputs."""
     origins: dict[Node, tuple[str, ...]] = field(default_factory=dict)
     """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
     weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)
@@ -201,7 +203,11 @@ class CallRecorder(TorchFunctionMode):
             return out  # a parameter or buffer in the form it already has
         if written and self._leaves_weights_alone(Write(written[0], func, args, kwargs), written):
             return out
+        asked = self.world.shapes.asked_of_numbers()
         node = self.record(func, args, kwargs, out, written, random=self.watch.num_random_draws != draws)
+        self.findings.asked_of_numbers[node] = asked
+        if not isinstance(out, torch.Tensor):
+            self.world.shapes.promote(asked)  # which may tell how many there are
         if is_probed:
             self.findings.probed_nodes.add(node)
         return out
