@@ -38,7 +38,7 @@ def _annealed(h: torch.Tensor, number: Any) -> torch.Tensor:
 
 
 def _kept_whole(h: torch.Tensor, number: Any) -> torch.Tensor:
-    return h * math.exp(-number)
+    return h * math.frexp(number)[0]
 
 
 OPEN: dict[str, Rule] = {
@@ -57,6 +57,11 @@ OPEN: dict[str, Rule] = {
     "a decision that stays": _annealed,
     "a bound": lambda h, number: h * max(number, 0),
     "not at all": lambda h, number: h,
+    "an exponential": lambda h, number: h * math.exp(-number),
+    "a sigmoid": lambda h, number: h / (1 + math.exp(-10 * (number - 0.5))),
+    "a cosine": lambda h, number: h * (0.5 * (1 + math.cos(math.pi * number))),
+    "roots and logarithms": lambda h, number: h * (math.sqrt(number) + math.log(1 + number) - math.tanh(number)),
+    "a decision by a root": lambda h, number: h * (number if math.sqrt(number) < 100 else 1.0),
     "asked for its type": lambda h, number: h * number if isinstance(number, (int, float)) else h,
 }
 OPEN_INTEGERS: dict[str, Rule] = {

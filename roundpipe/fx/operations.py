@@ -115,6 +115,10 @@ def take(value: Any, kind: str, key: Any) -> Any:
     return trees.get(value, (trees.Access(kind, key),))
 
 
+MATH_FUNCTIONS = tuple("exp expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh asin acos atan erf".split())
+"""Of one number, which a size or number of a graph may be made by: as ``math_exp`` and so on."""
+
+
 class Factor(float):
     """A number that is an input of a graph, and of which no size is made: calls that differ in it are of one kind."""
 
@@ -184,6 +188,7 @@ class SizeExpression(_Named):
         self.source = source
         self.names = names
         scope = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "int": int, "float": float}
+        scope |= {f"math_{name}": getattr(math, name) for name in MATH_FUNCTIONS}
         self._function = eval(f"lambda {', '.join(names)}: {source}", scope)  # printed by torch from a size expression
 
     def __call__(self, *sizes: int) -> Any:

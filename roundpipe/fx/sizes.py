@@ -7,6 +7,7 @@ It tells the assumptions of the model's own Python ("glue") from those that an o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.fx.locations import model_location
-from roundpipe.fx.operations import SizeExpression
+from roundpipe.fx.operations import MATH_FUNCTIONS, SizeExpression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VALUES = (torch.Tensor, *Symbolic)
@@ -74,7 +75,7 @@ class ShapeWorld(ShapeEnv):
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         gives_number = _gives_number(orig_expr)
-        if self.numbers and not self.in_glue() and self._is_of_numbers(orig_expr):
+        if self.numbers and self.is_of_numbers(orig_expr):
             answer = orig_expr.xreplace(self.numbers)
             self._note(Noted(_that(orig_expr, answer), gives_number))
             return answer
@@ -93,8 +94,8 @@ class ShapeWorld(ShapeEnv):
             self._note(Noted(_that(orig_expr, answer), gives_number))
         return answer
 
-    def _is_of_numbers(self, expression: Any) -> bool:
-        """Whether an operator asks about numbers alone: it hears what they are, and the graph keeps the symbols."""
+    def is_of_numbers(self, expression: Any) -> bool:
+        """Whether somebody asks about numbers alone: they hear what these are, and the graph keeps the symbols."""
         symbols: set[sympy.Basic] = getattr(expression, "free_symbols", set())
         return bool(symbols) and symbols <= self.numbers.keys()
 
@@ -127,7 +128,7 @@ class ShapeWorld(ShapeEnv):
                     self.on_fixed_size()
         else:
             self.recent.append(noted.holds)
-            if self.numbers and self._is_of_numbers(noted.holds):
+            if self.numbers and self.is_of_numbers(noted.holds):
                 self._asked_of_numbers[noted.holds] = ""
 
     def asked_of_numbers(self) -> list[sympy.Basic]:
@@ -196,6 +197,30 @@ class ShapeWorld(ShapeEnv):
         """The sizes that were taken for equal to another or to a number."""
         pairs = self.replacements.items()
         return {sympy.Eq(size, to, evaluate=False): "" for size, to in pairs if isinstance(size, sympy.Symbol)}
+
+
+class MathFunction(sympy.Function):
+    """A function of Python's ``math`` of a symbol; of a number it is the number."""
+
+    is_real = True
+
+    @classmethod
+    def eval(cls, number: sympy.Basic) -> sympy.Basic | None:
+        """What it is, if that is known."""
+        function = getattr(math, cls.__name__.removeprefix("math_"))
+        return sympy.Float(function(float(number))) if number.is_number else None
+
+
+_MATH = {name: type(f"math_{name}", (MathFunction,), {}) for name in MATH_FUNCTIONS}
+
+
+def math_of(name: str, number: Any) -> Any:
+    """A function of Python's ``math`` of a symbolic number that is made of inputs that are numbers; None for others."""
+    world, expression = number.node.shape_env, expression_of(number)
+    if not isinstance(world, ShapeWorld) or not world.is_of_numbers(expression):
+        return None
+    value = getattr(math, name)(number.node.hint)
+    return world.create_symfloatnode(_MATH[name](expression), hint=value)
 
 
 def source_named(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import random
 import warnings
 from typing import Any
@@ -186,7 +185,7 @@ def test_a_generator_of_ones_own_is_where_eager_has_it(at_root: bool, all_sizes:
 def test_five_traces_in_a_row_name_the_input_that_varies(caplog: pytest.LogCaptureFixture) -> None:
     class Model(Layers):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            return self.layers[1](self.layers[0](x) * math.sqrt(scale))
+            return self.layers[1](self.layers[0](x) * float(f"{scale}"))
 
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO, "roundpipe.fx.source"):
         warnings.simplefilter("always")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from typing import Any
 
@@ -27,7 +26,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x)) * math.sqrt(number) + self.shift + torch.tensor([0.5], dtype=x.dtype)
+            x = torch.tanh(layer(x)) * int(f"{number}") + self.shift + torch.tensor([0.5], dtype=x.dtype)
         return x
 
 

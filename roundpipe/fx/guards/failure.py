@@ -40,8 +40,9 @@ class Failure:
         if not self.number:
             return self.to_fix
         return (
-            f"{self.number} is a Python number, and a trace has one value of it. Put it into a 0-dim tensor (a buffer "
-            "of the model, or a tensor that the closure or the arguments have) and write that in place, as by fill_: "
+            f"{self.number} is a Python number, and a trace has one value of it where code does more than compute with "
+            "it or compare it. Put it into a 0-dim tensor (a buffer of the model, or a tensor that the closure or the "
+            "arguments have) and write that in place, as by fill_: "
             "each step reads it anew, without a new trace"
         )
 

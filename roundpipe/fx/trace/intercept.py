@@ -10,6 +10,7 @@ This file is the only one that patches anything.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 import threading
@@ -29,6 +30,8 @@ from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reach import ReachedState
 from roundpipe.fx.fakes import FAKE, is_fake
 from roundpipe.fx.locations import asking_frame, is_model_file, makes_text_for_people
+from roundpipe.fx.operations import MATH_FUNCTIONS
+from roundpipe.fx.sizes import math_of
 
 if TYPE_CHECKING:
     from roundpipe.fx.trace.attempt import Attempt
@@ -75,6 +78,8 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
         _patch_grad_mode(stack, reach.cells)
         _patch_transformers(stack)
         _patch_texts_of_sizes(stack)
+        for name in MATH_FUNCTIONS:
+            _patch(stack, math, name, _of_symbols(name, getattr(math, name)))
         for variables in _variables_of(model, reach):
             for name, function in _BUILTINS.items():
                 if name not in variables:
@@ -157,6 +162,15 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         return format(number(size), *spec)
 
     return text
+
+
+def _of_symbols(name: str, original: Callable[..., float]) -> Callable[..., Any]:
+    def function(*args: Any) -> Any:
+        is_asked = len(args) == 1 and type(args[0]) in _NUMBERS and _attempt_in_glue() is not None
+        made = math_of(name, args[0]) if is_asked else None
+        return original(*args) if made is None else made
+
+    return function
 
 
 def _rounded(original: Callable[..., Any]) -> Callable[..., Any]:
