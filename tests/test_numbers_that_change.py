@@ -57,6 +57,7 @@ OPEN: dict[str, Rule] = {
     "a decision that stays": _annealed,
     "a bound": lambda h, number: h * max(number, 0),
     "not at all": lambda h, number: h,
+    "whether there is any": lambda h, number: h * number if number and not not number else h,
     "an exponential": lambda h, number: h * math.exp(-number),
     "a sigmoid": lambda h, number: h / (1 + math.exp(-10 * (number - 0.5))),
     "a cosine": lambda h, number: h * (0.5 * (1 + math.cos(math.pi * number))),

@@ -144,6 +144,7 @@ def _patch_texts_of_sizes(stack: ExitStack) -> None:
     """
     plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     _patch(stack, torch.SymInt, "__hash__", _hash_of_size(torch.SymInt.__hash__))
+    _patch(stack, torch.SymFloat, "__bool__", lambda number: bool(number != 0))  # torch's own asks for the number
     _patch(stack, torch.SymInt, "__round__", _rounded(torch.SymInt.__round__))
     for name, symbol in itertools.product(("__floordiv__", "__rfloordiv__"), (torch.SymInt, torch.SymFloat)):
         _patch(stack, symbol, name, _floor_of_fraction(getattr(float, name), getattr(symbol, name)))
