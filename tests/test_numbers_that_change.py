@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,14 @@ def _trained(model: Any, numbers: list[Any], num_microbatch: int = 3) -> int:
         return pipe.trace_count
 
 
+def _trained_in_many_traces(model: Any, numbers: list[Any]) -> None:
+    """The same where a warning of many traces is due."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _trained(model, numbers)
+
+
 @pytest.mark.parametrize("rule", OPEN.values(), ids=OPEN)
 @pytest.mark.parametrize(
     "kind", [OfArgument, lambda rule: OfAttribute(rule, False), lambda rule: OfAttribute(rule, True)]
@@ -157,10 +166,7 @@ def test_so_is_an_integer(rule: Rule, kind: Any) -> None:
 @pytest.mark.parametrize("rule", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
 def test_code_that_needs_the_number_itself_is_right(rule: Rule, kind: Any) -> None:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)])
+    _trained_in_many_traces(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)])
 
 
 SHAPED: dict[str, Rule] = {
@@ -184,10 +190,7 @@ SHAPED: dict[str, Rule] = {
 @pytest.mark.parametrize("rule", SHAPED.values(), ids=SHAPED)
 @pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
 def test_what_an_operator_makes_of_an_integer_may_be_of_another_form(rule: Rule, kind: Any) -> None:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _trained(kind(rule), [4, 3, 2, 1, 8, 12, 5])
+    _trained_in_many_traces(kind(rule), [4, 3, 2, 1, 8, 12, 5])
 
 
 LIKE_PYTHON: dict[str, Rule] = {
@@ -200,10 +203,21 @@ LIKE_PYTHON: dict[str, Rule] = {
 
 @pytest.mark.parametrize("rule", LIKE_PYTHON.values(), ids=LIKE_PYTHON)
 def test_python_computes_with_a_number_as_ever(rule: Rule) -> None:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _trained(OfArgument(rule), [0.5, 0.1, 0.2, 0.3, 1.0])
+    _trained_in_many_traces(OfArgument(rule), [0.5, 0.1, 0.2, 0.3, 1.0])
+
+
+def test_a_function_that_does_not_take_a_number_raises_as_ever() -> None:
+    model = OfArgument(lambda h, number: h * 2 if math.log(number) > -1 else h)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for number in (0.5, 0.6, 0.7):
+            x = torch.randn(4, 5)
+            assert_close(pipe(x, number), model(x, number))
+        with pytest.raises(ValueError) as own:
+            math.log(-1.0)
+        with pytest.raises(ValueError, match=re.escape(str(own.value))) as raised:
+            pipe(x, -1.0)
+        assert "the forward of OfArgument raises ValueError" in raised.value.__notes__[0]  # and no guard of a trace
+        assert_close(pipe(x, 0.8), model(x, 0.8))
 
 
 def test_an_integer_is_rounded_to_tens() -> None:

@@ -56,12 +56,10 @@ class CallForm:
         Raises:
             TypeError: they don't fit the signature, in Python's own words.
         """
+        known = self._read_in(kwargs)
         args, named = self._normalised(*without_numbers((args, kwargs)))
         if self.reads is None:
             return args, named
-        known: dict[str, Any] = {
-            name: kwargs[name] for name in kwargs if isinstance(name, NumberName) and name not in self.numbers
-        }
         if not known:
             whole = None if batch is None else self._normalised(*without_numbers(batch))
             known = dict(self.reads((args, named), whole))
@@ -71,9 +69,11 @@ class CallForm:
         """The keyword arguments of a piece of a batch, with numbers that are read from its data or its batch's."""
         if self.reads is None:
             return kwargs
-        _, named = self.normalise(args, kwargs, batch)
-        own: dict[str, Any] = {name: value for name, value in named.items() if isinstance(name, NumberName)}
-        return kwargs | {name: value for name, value in own.items() if name not in self.numbers}
+        return kwargs | self._read_in(self.normalise(args, kwargs, batch)[1])
+
+    def _read_in(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Those of some keyword arguments that are numbers read from data."""
+        return {name: kwargs[name] for name in kwargs if isinstance(name, NumberName) and name not in self.numbers}
 
     def _normalised(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         numbers = {name: place.read() for name, place in self.numbers.items()}
@@ -138,10 +138,11 @@ class ArgumentForm:
             return words
         for (path, before), (other, now) in zip(self._values, values, strict=True):
             if path != other or not _same_value(before, now):
-                return f"argument {argument_words(path)} is {now!r}, traced with {before!r}"
+                traced = before.node.hint if isinstance(before, Symbolic) else before
+                return f"{place_words(path)} is {now!r}, traced with {traced!r}"
         for path, leaf, contents in self._contents:  # the graph has the very object
             if _contents(leaf) != contents:
-                return f"argument {argument_words(path)} was written in place since it was traced"
+                return f"{place_words(path)} was written in place since it was traced"
         return None
 
     def changed_number(self, arguments: Any) -> trees.Path | None:
@@ -156,6 +157,12 @@ def argument_words(path: trees.Path) -> str:
     if half == 1 and steps:
         return str(steps[0].key) + trees.path_string(tuple(steps[1:]))
     return "args" + trees.path_string(tuple(steps))
+
+
+def place_words(path: trees.Path) -> str:
+    """The same, told from a number that is none of a call's arguments."""
+    words = argument_words(path)
+    return words if len(path) > 1 and isinstance(path[1].key, NumberName) else f"argument {words}"
 
 
 def _path_difference(before: list[trees.Path], now: list[trees.Path]) -> str:

@@ -69,7 +69,8 @@ class ShapeWorld(ShapeEnv):
         source = source_named(name)
         symbol = self.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
         self.numbers[symbol] = sympy.sympify(number)
-        self.own_numbers.update([symbol] * is_own)
+        if is_own:
+            self.own_numbers.add(symbol)
         make = self.create_symfloatnode if isinstance(number, float) else self.create_symintnode
         return symbol, make(symbol, hint=number, source=source)
 
@@ -300,6 +301,8 @@ class SizeGuard:
     holds: SizeExpression
     location: str
     """Where the model's code asked; empty for what an operator asked."""
+    is_equality: bool = False
+    """Whether it says that something is a certain number."""
 
 
 class SizeSystem:
@@ -313,7 +316,7 @@ class SizeSystem:
     def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int]], expressions: Mapping[sympy.Basic, str]) -> None:
         self.positions = {str(symbol): position for symbol, position in symbols.items()}
         self.guards = [
-            SizeGuard(size_function(expression, symbols), location)
+            SizeGuard(size_function(expression, symbols), location, isinstance(expression, sympy.Eq))
             for expression, location in expressions.items()
             # others are about numbers, or about a size that only data determine: no input decides them
             if expression.free_symbols and expression.free_symbols <= symbols.keys()
@@ -330,7 +333,7 @@ class SizeSystem:
             try:
                 if not guard.holds(*sizes):
                     yield guard
-            except ZeroDivisionError:
+            except (ArithmeticError, ValueError):  # of a number that a function of math doesn't take
                 yield guard
 
 

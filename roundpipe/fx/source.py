@@ -350,7 +350,7 @@ class TracedSource:
                 learned=self._learned,
             )
         traced.guards.restrict(reads)
-        if any(map(is_number, dynamic)) and not traced.number_hints:
+        if any(map(is_number, dynamic)) and not traced.numbers:
             self.varying.close_numbers()
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
             own = {*needs, Need.OWN_NUMBERS}  # it does not serve the whole, so a piece decides by itself

@@ -82,7 +82,6 @@ class FakeWorld:
         self.inputs: list[InputSizes] = []
         self.numbers: list[InputNumber] = []
         """Of the arguments, those that vary."""
-        self._num_inputs = 0
         self._places = named_places(dynamic)
         self.arguments = self._fake_arguments(arguments)
         with self.numbers_opened():
@@ -222,8 +221,7 @@ class FakeWorld:
         self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
         is_float = leaf.is_floating_point() or leaf.is_complex()
         is_dynamic = [dim == 0 or not is_float or (path, dim) in self.dynamic for dim in range(leaf.dim())]
-        self._num_inputs += 1
-        fake = fake_input(self.mode, leaf, f"input_{self._num_inputs}", is_dynamic)
+        fake = fake_input(self.mode, leaf, f"input_{len(self.inputs) + 1}", is_dynamic)
         sizes = tuple(expression_of(size) for size in fake.shape)
         self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))
         return fake

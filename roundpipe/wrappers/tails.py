@@ -53,7 +53,7 @@ from roundpipe.fx.trace.loss import (
     trace_loss,
     values_kept,
 )
-from roundpipe.fx.varying import Varying
+from roundpipe.fx.varying import Varied
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import Mean, checked_weight
@@ -141,8 +141,8 @@ class TailSource:
         self._logs = logs
         self._known: list[_KnownTail] = []
         """The one used last first."""
-        self._varying: dict[Any, dict[Varying, None]] = {}
-        """By code of a loss, dimensions of its arguments that were seen to vary."""
+        self._varying: dict[Any, Varied] = {}
+        """By code of a loss."""
         self._refused: dict[Any, Mixing | None] = {}
         """By code of a loss that has no tail, how it mixes samples, as far as one microbatch's graph tells."""
         self._reasons: dict[Any, str] = {}
@@ -224,11 +224,11 @@ class TailSource:
                 if code_of(known.function) == code:
                     failure = nearest(failure, why)
             if failure is not None:
-                self._varying.setdefault(code, {}).update(dict.fromkeys(failure.varying))
+                self._varying.setdefault(code, Varied()).note(failure.varying)
                 logger.info("tracing a loss function again: %s", failure)
                 retraces.note(failure)
             try:
-                traced = self._trace(function, examples, self._varying.setdefault(code, {}))
+                traced = self._trace(function, examples, self._varying.setdefault(code, Varied()))
             except _OtherGraphs as error:
                 mixing = _mixing(error.traced, call, examples) if call.weighs_terms else None
                 self._refuse(code, str(error), mixing or self._numbers(call, examples))
@@ -260,7 +260,7 @@ class TailSource:
         counts = call.total_microbatches, call.weighs_terms
         return known.chain() is call.chain and (known.num_microbatches, known.weighs_terms) == counts
 
-    def _trace(self, function: Any, examples: list[Example], varying: dict[Varying, None]) -> GuardedGraph:
+    def _trace(self, function: Any, examples: list[Example], varying: Varied) -> GuardedGraph:
         """A trace that serves all examples."""
         example = examples[0]
         for _ in range(MAX_TRACES):
@@ -269,7 +269,7 @@ class TailSource:
             if (misfit := _misfit(traced, examples)) is None:
                 return traced
             example, failure = misfit
-            varying.update(dict.fromkeys(failure.varying))
+            varying.note(failure.varying)
         raise _OtherGraphs(f"microbatches of a call need different graphs of it: {failure}", traced)
 
     def _numbers(self, call: Call, examples: Sequence[Example]) -> Mixing | None:

@@ -145,10 +145,15 @@ class TracedGraph:
         return f"{number:,} {thing}{'s' if number != 1 else ''}"
 
     @property
+    def numbers(self) -> dict[str, torch.SymInt | torch.SymFloat]:
+        """The inputs that are numbers, by name."""
+        numbers = ((node.name, number_of_input(node)) for node in self.placeholders)
+        return {name: number for name, number in numbers if number is not None}
+
+    @property
     def number_hints(self) -> dict[str, float]:
         """By the name of an input that is a number, the example's."""
-        numbers = {node.name: number_of_input(node) for node in self.placeholders}
-        return {name: number.node.hint for name, number in numbers.items() if number is not None}
+        return {name: number.node.hint for name, number in self.numbers.items()}
 
     @property
     def placeholders(self) -> list[Node]:

@@ -25,7 +25,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.reads import Reads
-from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words, without_numbers
+from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words, place_words, without_numbers
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
@@ -227,7 +227,7 @@ class Guards:
         """Arguments differ; the path is that of a number, if one does."""
         if path is None:
             return Failure(words)
-        return Failure(words, ((path, NUMBER),), number=f"argument {argument_words(path)}")
+        return Failure(words, ((path, NUMBER),), number=place_words(path))
 
     def _words_for(self, index: int, dim: int) -> str:
         """A size, or a number that varies, as the user would write it."""
@@ -309,7 +309,7 @@ class Guards:
                 f"{where} took a decision that holds only if "
                 f"{self._in_words(broken.holds)}; now {self._current_sizes(broken.holds, shapes)}",
                 number=self._number_in(broken.holds),
-                fixed_read=self._fixed_read_in(broken.holds),
+                fixed_read=self._fixed_read_in(broken.holds) if broken.is_equality else "",
             )
         if any(system.first_failure(shapes) is None for system in self._operators):
             return None
@@ -359,12 +359,11 @@ class Guards:
 
     def _number_in(self, assumption: SizeExpression) -> str:
         """A number that varies in an assumption, in words; empty if there is none."""
-        words = (argument_words(path) for path in self._paths_in(assumption))
-        return next((each if each in self._form.numbers else f"argument {each}" for each in words), "")
+        return next(map(place_words, self._paths_in(assumption)), "")
 
     def _fixed_read_in(self, assumption: SizeExpression) -> str:
         """What reads a number that an assumption says to be a certain one, or to make one, in words."""
-        names = (path[1].key for path in self._paths_in(assumption)) if " == " in assumption.source else ()
+        names = (path[1].key for path in self._paths_in(assumption))
         read = next((read for name in names if (read := self.values.inputs.get(name)) is not None), None)
         return "" if read is None else self._read_in_words(read)
 

@@ -182,11 +182,11 @@ class ValueProgram:
 
         Those that can't be read are missing.
         """
-        own, whole = (with_own_keywords(each) for each in (arguments, arguments if batch is None else batch))
+        own, whole = with_own_keywords(arguments), with_own_keywords(batch)
         found: dict[NumberName, Any] = {}
         for name, read in self.inputs.items():
             nodes, of_both = self._needed_by_inputs[name], []
-            for each in (own, whole):
+            for each in (own, whole) if whole is not None else (own,):
                 with contextlib.suppress(Exception):
                     answer = HostRun(self._traced, each).answers(nodes, [read])[0]
                     each[1][name] = answer

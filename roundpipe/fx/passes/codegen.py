@@ -35,7 +35,6 @@ from roundpipe.fx.graph.nodes import (
     has_effect,
     installs_hook,
     modes_of,
-    number_of_input,
     value_of,
     writes_buffers,
 )
@@ -115,10 +114,9 @@ class ArgumentEntry:
 
 def numbers_without_size(traced: TracedGraph) -> frozenset[str]:
     """Names of inputs that are numbers, and of which no size is made."""
-    numbers = {node.name: number_of_input(node) for node in traced.placeholders}
-    sizes = symbols_in(map(value_of, traced.graph.nodes)) if any(each is not None for each in numbers.values()) else ()
-    free = {name for name, each in numbers.items() if each is not None and expression_of(each) not in sizes}
-    return frozenset(free)
+    numbers = traced.numbers
+    sizes = symbols_in(map(value_of, traced.graph.nodes)) if numbers else ()
+    return frozenset(name for name, number in numbers.items() if expression_of(number) not in sizes)
 
 
 class OutputExit:

@@ -23,7 +23,7 @@ from roundpipe.core.term_shares import weighed
 from roundpipe.fx.graph.nodes import called_name, has_effect, hint, mutated_by, picks_samples, value_of
 from roundpipe.fx.graph.traced import KeptValue, OutputValue, TracedGraph
 from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, symbols_of
-from roundpipe.fx.passes.read_numbers import is_given_number, is_read
+from roundpipe.fx.passes.read_numbers import is_made_of_numbers, is_read
 from roundpipe.fx.passes.row_losses import RowLoss, reduction_of_ctc
 from roundpipe.fx.passes.sample_sums import SampleSum
 from roundpipe.fx.sizes import Symbolic
@@ -237,8 +237,10 @@ class _TermSearch:
         """Whether a factor is the same for every microbatch: a number, a scalar argument, or made from weights."""
         if not isinstance(value, Node):
             return isinstance(value, int | float) and not is_read(self.traced, value)
-        if is_read(self.traced, value) or is_given_number(self.traced, value):
-            return not is_read(self.traced, value)
+        if is_read(self.traced, value):
+            return False
+        if is_made_of_numbers(self.traced, value):
+            return True
         *_, source = sources(value)  # losses of transformers move a scalar argument to their device
         if not isinstance(found := value_of(source), torch.Tensor):
             return False

@@ -23,12 +23,10 @@ def is_read(traced: TracedGraph, number: Any) -> bool:
     return bool(number) and not traced.read_numbers.keys().isdisjoint((number, -number, 1 / number, -1 / number))
 
 
-def is_given_number(traced: TracedGraph, value: Any) -> bool:
-    """Whether a value is a number that is an input, or made of such, and the same for each piece of a batch."""
-    if not isinstance(value, Node) or not isinstance(value_of(value), Symbolic):
-        return False
-    inputs = _inputs_of(value)
-    return bool(inputs) and inputs <= traced.number_hints.keys() and not is_read(traced, value)
+def is_made_of_numbers(traced: TracedGraph, value: Node) -> bool:
+    """Whether a value is a number that is an input, or made of such alone."""
+    inputs = _inputs_of(value) if isinstance(value_of(value), Symbolic) else set()
+    return bool(inputs) and inputs <= traced.numbers.keys()
 
 
 def where_sums_are_read(traced: TracedGraph) -> str:

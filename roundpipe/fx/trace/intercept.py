@@ -9,6 +9,7 @@ This file is the only one that patches anything.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -143,11 +144,16 @@ def _patch_texts_of_sizes(stack: ExitStack) -> None:
     get the symbol's name.
     """
     plain: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    _patch(stack, torch.SymInt, "__hash__", _hash_of_size(torch.SymInt.__hash__))
+    _patch(stack, torch.SymInt, "__hash__", _by_number(lambda size: hash(int(size)), torch.SymInt.__hash__))
     _patch(stack, torch.SymFloat, "__bool__", lambda number: bool(number != 0))  # torch's own asks for the number
-    _patch(stack, torch.SymInt, "__round__", _rounded(torch.SymInt.__round__))
+    # a symbol takes an integer to be rounded already, also to tens
+    _patch(
+        stack, torch.SymInt, "__round__", _by_number(_rounded, torch.SymInt.__round__, lambda *given: len(given) > 1)
+    )
+    # Python floors a division of fractions exactly, and a symbol what the division gives: 1.0 // 0.1 is 9
     for name, symbol in itertools.product(("__floordiv__", "__rfloordiv__"), (torch.SymInt, torch.SymFloat)):
-        _patch(stack, symbol, name, _floor_of_fraction(getattr(float, name), getattr(symbol, name)))
+        divided = functools.partial(_divided, getattr(float, name))
+        _patch(stack, symbol, name, _by_number(divided, getattr(symbol, name), _has_fraction))
     for kind, number in plain.items():
         _patch(stack, kind, "__repr__", _text_of_size(number, kind.__repr__))
         _patch(stack, kind, "__format__", _text_of_size(number, kind.__format__))
@@ -174,36 +180,28 @@ def _of_symbols(name: str, original: Callable[..., float]) -> Callable[..., Any]
     return function
 
 
-def _rounded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A symbol takes an integer to be rounded already, also to tens."""
+def _by_number(
+    plain: Callable[..., Any], original: Callable[..., Any], applies: Callable[..., bool] = lambda *given: True
+) -> Callable[..., Any]:
+    """A method of symbols that is ``plain`` for a model's code, where it ``applies`` to what is given."""
 
-    def rounded(size: Any, ndigits: int | None = None) -> Any:
-        is_asked = ndigits is not None and _attempt() is not None and asking_frame() is not None
-        return round(int(size), ndigits) if is_asked else original(size, ndigits)
+    def method(*given: Any) -> Any:
+        is_asked = applies(*given) and _attempt() is not None and asking_frame() is not None
+        return plain(*given) if is_asked else original(*given)
 
-    return rounded
-
-
-def _floor_of_fraction(plain: Callable[[float, float], float], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Python floors a division of fractions exactly, and a symbol what the division gives: 1.0 // 0.1 is 9."""
-
-    def divided(number: Any, other: Any) -> Any:
-        is_fraction = isinstance(number, torch.SymFloat) or isinstance(other, (float, torch.SymFloat))
-        if not is_fraction or _attempt() is None or asking_frame() is None:
-            return original(number, other)
-        return plain(float(number), float(other))
-
-    return divided
+    return method
 
 
-def _hash_of_size(original: Callable[..., int]) -> Callable[..., int]:
-    """As a key, a size is the number that it is."""
+def _rounded(size: Any, ndigits: int | None) -> Any:
+    return round(int(size), ndigits)
 
-    def hashed(size: Any) -> int:
-        is_asked = _attempt() is not None and asking_frame() is not None
-        return hash(int(size)) if is_asked else original(size)
 
-    return hashed
+def _has_fraction(number: Any, other: Any) -> bool:
+    return isinstance(number, torch.SymFloat) or isinstance(other, (float, torch.SymFloat))
+
+
+def _divided(function: Callable[[float, float], float], number: Any, other: Any) -> float:
+    return function(float(number), float(other))
 
 
 def _listed(tensor: torch.Tensor) -> Any:

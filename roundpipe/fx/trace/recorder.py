@@ -205,9 +205,9 @@ class CallRecorder(TorchFunctionMode):
             return out
         asked = self.world.shapes.asked_of_numbers()
         node = self.record(func, args, kwargs, out, written, random=self.watch.num_random_draws != draws)
-        self.findings.asked_of_numbers[node] = asked
-        if not isinstance(out, torch.Tensor):
-            self.world.shapes.promote(asked)  # which may tell how many there are
+        if asked:
+            self.findings.asked_of_numbers[node] = asked
+        self.world.shapes.promote(() if isinstance(out, torch.Tensor) else asked)  # it may tell how many there are
         if is_probed:
             self.findings.probed_nodes.add(node)
         return out
