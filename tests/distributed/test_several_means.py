@@ -14,11 +14,11 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is b
 CASES = [
     Case("pretraining", (5, 2), microbatches=3, is_async=True, options=(("recompute_grain", "layer"),)),
     Case("penalised", returns=True),
-    Case("list", (6, 5), microbatches=1),
-    Case("quotients", (5, 2), is_async=True),
     Case("one mean", (5, 2)),
 ]
 MORE = [
+    Case("list", (6, 5), microbatches=1),
+    Case("quotients", (5, 2), is_async=True),
     Case("penalised", (6, 1), microbatches=1, returns=True),
     Case("penalised", (4, 3), is_async=True, options=(("tiles", 2),)),
     Case("weights", (2,), is_async=True),

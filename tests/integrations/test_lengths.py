@@ -17,6 +17,7 @@ import roundpipe
 from roundpipe.fx.trace.verify import ShapeVerifier
 from roundpipe.integrations.transformers import RoundPipeTrainerMixin
 from roundpipe.runtime.microbatch.pieces import BatchPieces
+from tests.fx import modules
 from tests.fx.modules import LogProbs
 from tests.integrations.trainers import adapted, bert, classified, llama, padded, texts, train_both
 
@@ -78,6 +79,7 @@ def test_lengths_that_vary_make_few_traces(
     make: Any, num_microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One trace to train, and one to measure the loss if batches are cut, with padding and without any."""
+    monkeypatch.setattr(modules, "ROWS_AT_ONCE", 20)  # of up to 70
     runs: list[Any] = []
     verify = ShapeVerifier.__call__
     monkeypatch.setattr(ShapeVerifier, "__call__", lambda self, arguments: runs.append(self) or verify(self, arguments))

@@ -19,7 +19,7 @@ def test_adapters_of_experts_train_in_layers(dtype: torch.dtype) -> None:
         vocab_size=64,
         hidden_size=32,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
