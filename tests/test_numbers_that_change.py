@@ -7,8 +7,11 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from math import cos as cosine
+from math import exp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -154,6 +157,43 @@ def _trained_in_many_traces(model: Any, numbers: list[Any]) -> None:
 def test_a_number_is_traced_as_a_number_once(rule: Rule, kind: Any) -> None:
     torch.manual_seed(0)
     assert _trained(kind(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)]) == 2
+
+
+NUMPY_S: dict[str, Rule] = {
+    "a factor": lambda h, number: h * number,
+    "a factor in front": lambda h, number: (1 - number) * h,
+    "of a number": lambda h, number: h * math.exp(-number) + number**2,
+    "asked for its type": lambda h, number: h * number if isinstance(number, float) else h,
+    "in a tensor": lambda h, number: h * torch.tensor(number).float(),
+}
+KINDS_OF_NUMPY: dict[str, Rule] = {
+    "a class of numpy's": lambda h, number: h * 100 if isinstance(number, np.floating) else h * number,
+    "this class": lambda h, number: h * 100 if isinstance(number, np.float64) else h * number,
+    "a method": lambda h, number: h * number.item(),
+    "a function": lambda h, number: h * np.exp(number),
+}
+
+
+@pytest.mark.parametrize("rule", NUMPY_S.values(), ids=NUMPY_S)
+@pytest.mark.parametrize("kind", [OfArgument, lambda rule: OfAttribute(rule, True)])
+def test_so_is_a_number_of_numpy_s(rule: Rule, kind: Any) -> None:
+    """Schedules are made with ``np.linspace``; such a number is a float."""
+    torch.manual_seed(0)
+    assert _trained(kind(rule), list(np.linspace(0.1, 0.9, NUM_STEPS))) == 2
+
+
+@pytest.mark.parametrize("rule", KINDS_OF_NUMPY.values(), ids=KINDS_OF_NUMPY)
+@pytest.mark.parametrize("numbers", [np.linspace(0.1, 0.9, 4), [0.5, 0.4, np.float64(0.3), 0.2, np.float64(0.1)]])
+def test_code_that_needs_numpy_s_number_has_it(rule: Rule, numbers: Any) -> None:
+    if rule is KINDS_OF_NUMPY["a method"]:
+        numbers = list(map(np.float64, numbers))
+    _trained_in_many_traces(OfArgument(rule), list(numbers))
+
+
+def test_functions_of_math_are_known_under_any_name() -> None:
+    rule = lambda h, number: h * (exp(-number) + cosine(number))  # noqa: E731
+    assert _trained(OfArgument(rule), [0.9 / (step + 1) for step in range(NUM_STEPS)]) == 2
+    assert exp is math.exp and cosine is math.cos
 
 
 @pytest.mark.parametrize("rule", [*OPEN.values(), *OPEN_INTEGERS.values()], ids=[*OPEN, *OPEN_INTEGERS])

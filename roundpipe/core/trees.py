@@ -39,6 +39,17 @@ class Access(NamedTuple):
 Path = tuple[Access, ...]
 
 
+def number_kind(value: Any) -> type[int] | type[float] | None:
+    """``int`` or ``float`` if a value is a number of Python's, or NumPy's of double precision, which is a float.
+
+    Truths are no numbers.
+    """
+    kind = type(value)
+    if kind is int or kind is float:
+        return kind
+    return float if isinstance(value, float) and kind.__module__ == "numpy" else None
+
+
 def path_string(path: Path) -> str:
     """A path as a user would write it, such as ``[0]['mask'].values``."""
     return "".join(f".{access.key}" if access.kind == "attribute" else f"[{access.key!r}]" for access in path)

@@ -191,8 +191,8 @@ class Place:
 
 
 def are_other_numbers(before: Any, now: Any) -> bool:
-    """Whether two values are numbers of Python's, and not the same; truths are none."""
-    return type(before) in (int, float) and type(now) in (int, float) and before != now
+    """Whether two values are numbers, and not the same."""
+    return bool(trees.number_kind(before) and trees.number_kind(now) and before != now)
 
 
 def items_of(value: Any) -> dict[Any, Any]:

@@ -252,13 +252,19 @@ def codes_of_forward(kind: type) -> Iterator[types.CodeType]:
 
 
 _TYPE_TESTS = frozenset({"type", "__class__", "isscalar"})
+_NUMPY_KINDS = frozenset({"floating", "inexact", "generic", "float64", "double"})
+"""Names of the classes of NumPy's numbers of double precision."""
 
 
-def asks_for_types(kinds: Iterable[type], functions: Iterable[types.FunctionType]) -> bool:
-    """Whether a user's code may ask otherwise than by ``isinstance`` which class a value is of."""
+def asks_for_types(kinds: Iterable[type], functions: Iterable[types.FunctionType], *, of_numpy: bool) -> bool:
+    """Whether a user's code may ask which class a value is of, otherwise than by ``isinstance`` and Python's classes.
+
+    ``of_numpy``: whether there are numbers of NumPy's.
+    """
     own = (kind for kind in kinds if not is_of_packages(kind))
     codes = chain(*map(codes_of_forward, own), (each.__code__ for each in functions if not is_of_packages(each)))
-    return any(not _TYPE_TESTS.isdisjoint(names_in(code)) for code in codes)
+    tests = _TYPE_TESTS | _NUMPY_KINDS if of_numpy else _TYPE_TESTS
+    return any(not tests.isdisjoint(names_in(code)) for code in codes)
 
 
 def methods_of_forward(kind: type) -> Methods:

@@ -109,9 +109,13 @@ def without_numbers(arguments: Arguments) -> Arguments:
 
 
 class ArgumentForm:
-    """What a trace is specialized for in its arguments, in normal form: containers, places and plain values."""
+    """What a trace is specialized for in its arguments, in normal form: containers, places and plain values.
 
-    def __init__(self, arguments: Any) -> None:
+    ``takes_numpy``: whether numbers that vary may be NumPy's, which code may tell from Python's.
+    """
+
+    def __init__(self, arguments: Any, *, takes_numpy: bool = False) -> None:
+        self._takes_numpy = takes_numpy
         self._containers: list[trees.Container] = []
         leaves = list(trees.walk(arguments, (), self._containers))
         self._paths = [path for path, _ in leaves]
@@ -137,13 +141,26 @@ class ArgumentForm:
         if containers != self._containers and (words := _container_difference(self._containers, containers)):
             return words
         for (path, before), (other, now) in zip(self._values, values, strict=True):
-            if path != other or not _same_value(before, now):
+            if path != other or not self._is_same(before, now):
                 traced = before.node.hint if isinstance(before, Symbolic) else before
                 return f"{place_words(path)} is {now!r}, traced with {traced!r}"
         for path, leaf, contents in self._contents:  # the graph has the very object
             if _contents(leaf) != contents:
                 return f"{place_words(path)} was written in place since it was traced"
         return None
+
+    def _is_same(self, before: Any, now: Any) -> bool:
+        if before is now:
+            return True
+        if isinstance(before, Symbolic):
+            kind = trees.number_kind(now) if self._takes_numpy else type(now)
+            return kind is before.node.pytype and may_vary(now)
+        if type(before) is not type(now):
+            return False
+        try:
+            return bool(before == now)
+        except Exception:  # an object whose comparison fails is another object
+            return False
 
     def changed_number(self, arguments: Any) -> trees.Path | None:
         """Where other arguments have another Python number, first of all."""
@@ -198,16 +215,3 @@ def _contents(value: Any) -> Any:
         return set(items) if isinstance(value, set) else items
     view = view_of(value, sys.maxsize)
     return (type(value), view.read(value, None)) if view is not None and view.kind == "array" else None
-
-
-def _same_value(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    if isinstance(before, Symbolic):
-        return type(now) is before.node.pytype and may_vary(now)
-    if type(before) is not type(now):
-        return False
-    try:
-        return bool(before == now)
-    except Exception:  # an object whose comparison fails is another object
-        return False

@@ -170,7 +170,7 @@ def named_places(varying: Iterable[Varying]) -> dict[NumberName, NumberPlace]:
 
 def may_vary(value: Any) -> bool:
     """Whether a value is a number that can be an input."""
-    return type(value) is int or type(value) is float and math.isfinite(value)
+    return trees.number_kind(value) is not None and math.isfinite(value)
 
 
 MOST_NUMBERS = 32

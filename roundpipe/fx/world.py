@@ -82,6 +82,8 @@ class FakeWorld:
         self.inputs: list[InputSizes] = []
         self.numbers: list[InputNumber] = []
         """Of the arguments, those that vary."""
+        self.has_numpy_numbers = False
+        """Whether some of them are NumPy's."""
         self._places = named_places(dynamic)
         self.arguments = self._fake_arguments(arguments)
         with self.numbers_opened():
@@ -206,7 +208,10 @@ class FakeWorld:
 
     def _number(self, path: trees.Path, number: Any, *, is_own: bool = False) -> Any:
         """A symbolic number, as long as code asks it for nothing that only this one tells."""
-        symbol, opened = self.shapes.open_number(number, f"number_{len(self.numbers)}", is_own=is_own)
+        kind = trees.number_kind(number)
+        assert kind is not None
+        self.has_numpy_numbers |= type(number) is not kind
+        symbol, opened = self.shapes.open_number(kind(number), f"number_{len(self.numbers)}", is_own=is_own)
         self.numbers.append(InputNumber(path, symbol, opened))
         return opened
 

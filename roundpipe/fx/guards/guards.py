@@ -110,7 +110,7 @@ class Guards:
         self._verifier = verifier
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
-        self._arguments = ArgumentForm(world.arguments)
+        self._arguments = ArgumentForm(world.arguments, takes_numpy=world.has_numpy_numbers)
         self._given = ArgumentForm(without_numbers(world.arguments))
         self._numbers = [each.path for each in world.numbers]
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())

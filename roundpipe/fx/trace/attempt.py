@@ -93,7 +93,8 @@ class Attempt:
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         inside = modules_in(world.twin)
         self._before = ModuleSnapshot(inside)
-        if any(map(is_number, world.dynamic)) and asks_for_types(map(type, inside), python.reach.functions):
+        opens, asked = any(map(is_number, world.dynamic)), python.reach.functions
+        if opens and asks_for_types(map(type, inside), asked, of_numpy=world.has_numpy_numbers):
             raise TraceError("its code asks for the types of values, and symbols for numbers are of others")
         readers = Readers(map(type, inside), [each.__code__ for each in python.reach.functions])
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)

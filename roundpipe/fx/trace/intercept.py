@@ -79,9 +79,9 @@ def intercepting(attempt: Attempt, model: nn.Module, reach: ReachedState) -> Ite
         _patch_grad_mode(stack, reach.cells)
         _patch_transformers(stack)
         _patch_texts_of_sizes(stack)
-        for name in MATH_FUNCTIONS:
-            _patch(stack, math, name, _of_symbols(name, getattr(math, name)))
-        for variables in _variables_of(model, reach):
+        found = _variables_of(model, reach)
+        _patch_math(stack, [math.__dict__, *found])
+        for variables in found:
             for name, function in _BUILTINS.items():
                 if name not in variables:
                     variables[name] = function
@@ -169,6 +169,15 @@ def _text_of_size(number: Callable[[Any], Any], original: Callable[..., str]) ->
         return format(number(size), *spec)
 
     return text
+
+
+def _patch_math(stack: ExitStack, found: Iterable[dict[str, Any]]) -> None:
+    """Functions of ``math`` take symbols, under whatever name code has them."""
+    of_symbols = {id(original := getattr(math, name)): _of_symbols(name, original) for name in MATH_FUNCTIONS}
+    for variables in found:
+        for name in [name for name, value in variables.items() if id(value) in of_symbols]:
+            stack.callback(variables.__setitem__, name, variables[name])
+            variables[name] = of_symbols[id(variables[name])]
 
 
 def _of_symbols(name: str, original: Callable[..., float]) -> Callable[..., Any]:
