@@ -151,6 +151,11 @@ class Guards:
         return [] if self._model is None else self._model.own.counts
 
     @property
+    def leaves_values(self) -> bool:
+        """Whether calls of the graph leave values in Python, where the forward that was traced did."""
+        return self._model is not None and bool(self._model.own.kept)
+
+    @property
     def written(self) -> list[str]:
         """Arguments that the graph writes into, in words."""
         return [argument_words(self._inputs[position].path) for position in sorted(self._written)]

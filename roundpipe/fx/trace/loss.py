@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ from roundpipe.fx.trace.tracer import trace
 from roundpipe.fx.varying import Varying
 
 LossFunction = Callable[[Any, Any], Any]
-_MAX_DEPTH = 6
+_MAX_DEPTH = 12
 MOST_COPIED = 1024**2
 """Elements of a tensor that a loss function may write, such as a confusion matrix."""
 MOST_LOOKED_AT = 2000
@@ -203,16 +203,17 @@ def _trained_as_before(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
                 parameter.requires_grad_(is_trained)
 
 
-def is_same(first: Any, second: Any, moved: Moved = UNMOVED, depth: int = 0) -> bool:
+def is_same(first: Any, second: Any, moved: Moved = UNMOVED, *, with_modules: bool = True, depth: int = 0) -> bool:
     """Whether two functions, or values that functions hold, are one, or do and hold the same.
 
-    A container that has ``moved`` is the same.
+    A container that has ``moved`` is the same. ``with_modules``: whether modules may be, which have no weights of their
+    own; if not, they may be where values are left.
     """
     if first is second or moved.get(id(first), first) is second:
         return True
     if type(first) is not type(second) or depth > _MAX_DEPTH:
         return False
-    inside = functools.partial(is_same, moved=moved, depth=depth + 1)
+    inside = functools.partial(is_same, moved=moved, with_modules=with_modules, depth=depth + 1)
     if isinstance(first, types.FunctionType):
         is_code = first.__code__ == second.__code__ and first.__globals__ is second.__globals__
         return is_code and not first.__dict__ and not second.__dict__ and inside(_held_by(first), _held_by(second))
@@ -222,8 +223,12 @@ def is_same(first: Any, second: Any, moved: Moved = UNMOVED, depth: int = 0) -> 
         return inside((first.func, first.args, first.keywords), (second.func, second.args, second.keywords))
     if type(first) in (list, tuple):
         return len(first) == len(second) and all(map(inside, first, second))
-    if type(first) is dict:
+    if isinstance(first, nn.Module):  # the weights of another one are others
+        return with_modules and inside(first.__dict__, second.__dict__)
+    if type(first) in (dict, OrderedDict):
         return list(first) == list(second) and all(map(inside, first.values(), second.values()))
+    if type(first) is set:
+        return bool(first == second)
     return trees.same(first, second)
 
 
@@ -235,12 +240,13 @@ def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
 def change_of(guards: Guards, before: Any, now: Any) -> Failure | None:
     """Why a function is not the same as one that was traced before, but for what values are left in; None if it is."""
     pairs = [*_held_pairs(before, now)] if now is not before else []
-    if (failure := guards.follow(pairs)) or is_same(before, now, guards.moved):
+    same = functools.partial(is_same, moved=guards.moved, with_modules=not guards.leaves_values)
+    if (failure := guards.follow(pairs)) or same(before, now):
         return failure
     for name, one, other in pairs:
         if are_other_numbers(one, other):
             return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)
-    names = enumerated([name for name, one, other in pairs if not is_same(one, other, guards.moved)], most=3)
+    names = enumerated([name for name, one, other in pairs if not same(one, other)], most=3)
     what = f"{names}: not the same as when it was traced" if names else "it is another function, or of another object"
     return Failure(what, to_fix=OF_LOSS)
 
