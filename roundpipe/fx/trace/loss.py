@@ -240,9 +240,11 @@ def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
 def change_of(guards: Guards, before: Any, now: Any) -> Failure | None:
     """Why a function is not the same as one that was traced before, but for what values are left in; None if it is."""
     pairs = [*_held_pairs(before, now)] if now is not before else []
-    same = functools.partial(is_same, moved=guards.moved, with_modules=not guards.leaves_values)
-    if (failure := guards.follow(pairs)) or same(before, now):
+    if failure := guards.follow(pairs):
         return failure
+    same = functools.partial(is_same, moved=guards.moved, with_modules=not guards.leaves_values)
+    if same(before, now):
+        return None
     for name, one, other in pairs:
         if are_other_numbers(one, other):
             return Failure(f"{name} is {other!r}, traced with {one!r}", number=name)
