@@ -112,17 +112,24 @@ class HostRunner(Runner):
             config = self._batch_warnings.whole_if_unclear(config, args, kwargs)
             config = self._batch_warnings.whole_if_needed(config, self.parts.cause)
             config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
+
+        def kept(output: Any) -> Any:
+            """What a run returned, in containers of its own: code may fill the same ones in the next run."""
+            return trees.map_leaves(
+                output, lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf
+            )
+
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
-                outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
+                outputs = [kept(self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None))]
             else:
                 pieces = split(args, kwargs, None, config, self._shared)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
                 look_at_hooks = self._hook_warnings.begin_on_host([*zip(pieces.args, pieces.kwargs, strict=True)])
-                outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
+                runs = (self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts)
+                outputs = list(map(kept, runs))
                 look_at_hooks()
-            outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             self._batch_warnings.look(outputs, config)
             outputs = merge(outputs, config)
         call_behind_backward(outputs, self.session.optimizer.end_call)  # maybe no part has one

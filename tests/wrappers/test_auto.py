@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import roundpipe
 from roundpipe import AutoRoundPipe, ClosedError, ConfigError, ExecutePlan, RoundPipeRunConfig
 from roundpipe.wrappers.auto import PartsProgram
 
@@ -332,3 +333,33 @@ def test_its_end() -> None:
     del pipe
     gc.collect()
     assert threading.active_count() == before
+
+
+class Keeping(nn.Module):
+    """Returns containers that it keeps and fills again at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept, self.counts = nn.Linear(4, 3), {"list": [None]}, [0]
+
+    def forward(self, x):
+        self.kept["y"] = self.linear(x)
+        self.kept["list"][0] = 2 * self.kept["y"]
+        self.counts[0] = len(x)
+        return self.kept, self.counts
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", [{}, {"num_microbatch": 3}], ids=["default", "given"])
+@pytest.mark.parametrize("records_gradients", [False, True])
+def test_containers_that_a_forward_fills_again_have_all_microbatches(config, records_gradients):
+    model, x = Keeping(), torch.randn(9, 4)
+    expected = model.linear(x)
+    with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=RoundPipeRunConfig(**config)) as pipe:
+        for _ in range(2):
+            with torch.set_grad_enabled(records_gradients):
+                kept, _ = pipe(x)
+            torch.testing.assert_close(kept["y"], expected)
+            torch.testing.assert_close(kept["list"][0], 2 * expected)
+        _, (kept, _) = pipe.forward_backward((x,), loss_fn=lambda out, _: out[0]["y"].sum(), return_outputs=True)
+        torch.testing.assert_close(kept["y"], expected)
