@@ -69,6 +69,8 @@ class Limits:
     num_bytes: int = places.MAX_ARRAY_BYTES
     all_methods: bool = True
     """Whether methods of modules count that code of their forwards does not name."""
+    names: frozenset[str] | None = None
+    """Attributes of the modules that count; None: all."""
 
 
 EVERYTHING = Limits()
@@ -136,7 +138,9 @@ class StateWalk:
         visited: set[type] = set()
         for module in modules:
             if (kind := type(module)) not in passed_over:
-                self._visit_named(module.__dict__, _Way(kind.__name__, depth=-1), self._names, _NOT_OWN)
+                own, names = module.__dict__, limits.names
+                attributes = own if names is None else {name: own[name] for name in own if name in names}
+                self._visit_named(attributes, _Way(kind.__name__, depth=-1), self._names, _NOT_OWN)
                 if kind not in visited:
                     visited.add(kind)
                     self._visit_class(kind, _Way(""))

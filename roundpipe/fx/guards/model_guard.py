@@ -40,8 +40,8 @@ from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import (
     CodeUses,
-    attributes_read,
     function_of,
+    names_read,
     uses_of_forward,
     uses_of_functions,
     uses_of_hook,
@@ -147,13 +147,15 @@ class ModelGuard:
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
         self._inputs = {place.identity for place in own.numbers}
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
+        self._read = self._names_read()
+        if self._read is not None and self._hold_unread(self._read):
+            self._python = PythonSnapshot(self._modules, replace(BETWEEN_CALLS, names=self._read))
         self._python.reach.places[:] = [each for each in map(self._without_inputs, self._python.reach.places) if each]
         self._quick = QuickComparison(self._python.reach.places)
         self._kept = KeptPlaces(own.kept, self._python.reach.places, self._modules)
         kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
-        self._read = self._names_read()
         self._keys = list(map(set, self._dicts))
         self._lengths = list(map(len, self._dicts))
         known: dict[Any, list[str]] = {}  # of many modules that have the same attributes
@@ -208,7 +210,13 @@ class ModelGuard:
         uses = (uses_of_functions(codes, kinds), *map(uses_of_forward, kinds))
         if any(use.reads_any_name for use in uses):
             return None
-        return frozenset({"forward"}).union(CodeUses.of(codes).reads, *map(attributes_read, kinds))
+        return names_read(kinds, CodeUses.of(codes).reads)
+
+    def _hold_unread(self, read: frozenset[str]) -> bool:
+        """Whether modules have containers or objects under names that no code reads, such as a list of rewards."""
+        known = OF_TORCH | read
+        held = (own[name] for own in self._dicts for name in own if name not in known)
+        return any(not isinstance(value, (*trees.PLAIN, torch.Tensor)) for value in held)
 
     @property
     def moved(self) -> Moved:
