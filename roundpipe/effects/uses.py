@@ -286,21 +286,6 @@ def uses_of_properties(kinds: Iterable[type], names: frozenset[str]) -> CodeUses
     return CodeUses.of(getter.__code__ for getter in getters if isinstance(getter, types.FunctionType))
 
 
-def names_read(kinds: Iterable[type], names: frozenset[str]) -> frozenset[str]:
-    """Names of attributes that forwards of modules of some classes read, of whatever object, with all that they call.
-
-    ``names`` are read by other functions, which they call as well.
-    """
-    kinds = list(kinds)
-    found = names.union({"forward"}, *(uses_of_forward(kind).reads for kind in kinds))
-    while True:
-        own = (uses_of_methods(kind, found).reads for kind in kinds)
-        more = found.union(uses_of_properties(kinds, found).reads, *own)
-        if more == found:
-            return found
-        found = more
-
-
 def _called(methods: Methods, names: Iterable[str]) -> Methods:
     """Those methods that have some names, and those that they may call."""
     reached: dict[str, tuple[types.CodeType, ...]] = {}

@@ -41,10 +41,11 @@ from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import (
     CodeUses,
     function_of,
-    names_read,
     uses_of_forward,
     uses_of_functions,
     uses_of_hook,
+    uses_of_methods,
+    uses_of_properties,
 )
 from roundpipe.fx.guards.failure import OF_LOSS, OF_MODEL, Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
@@ -210,7 +211,13 @@ class ModelGuard:
         uses = (uses_of_functions(codes, kinds), *map(uses_of_forward, kinds))
         if any(use.reads_any_name for use in uses):
             return None
-        return names_read(kinds, CodeUses.of(codes).reads)
+        found = frozenset({"forward"}).union(CodeUses.of(codes).reads, *(uses_of_forward(kind).reads for kind in kinds))
+        while True:
+            called = (uses_of_methods(kind, found).reads for kind in kinds)
+            more = found.union(uses_of_properties(kinds, found).reads, *called)
+            if more == found:
+                return found
+            found = more
 
     def _hold_unread(self, read: frozenset[str]) -> bool:
         """Whether modules have containers or objects under names that no code reads, such as a list of rewards."""
