@@ -55,6 +55,31 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     return twins[model], names
 
 
+def users_own(function: Any, original: Mapping[nn.Module, nn.Module]) -> Any:
+    """A function as the user's model has it, with originals in the place of twins; itself if it holds no twin."""
+    if not isinstance(function, types.FunctionType):
+        own = _replaced(function, original)
+        return function if own == function else own
+    cells = [_own_cell(cell, original) for cell in function.__closure__ or ()]
+    if cells == [*(function.__closure__ or ())]:
+        return function
+    own = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def _own_cell(cell: types.CellType, original: Mapping[nn.Module, nn.Module]) -> types.CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # it is empty
+        return cell
+    is_function = isinstance(held, (types.FunctionType, types.MethodType, functools.partial))
+    own = users_own(held, original) if is_function else original.get(held) if isinstance(held, nn.Module) else held
+    return cell if own is held or own is None else types.CellType(own)
+
+
 _MAX_DEPTH = 3
 """Of containers in an attribute."""
 _MOST_VALUES = frozenset({type(None), bool, int, float, str})

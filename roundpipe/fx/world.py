@@ -18,9 +18,9 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
-from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, running_on_fakes
+from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, is_fake, running_on_fakes
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of
-from roundpipe.fx.twin import make_twin
+from roundpipe.fx.twin import make_twin, users_own
 from roundpipe.fx.varying import NUMBER, NumberName, Varying, may_vary, named_places
 
 
@@ -41,6 +41,17 @@ class InputNumber(NamedTuple):
     path: trees.Path
     symbol: sympy.Symbol
     number: torch.SymInt | torch.SymFloat
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHook:
+    """A hook of a tensor that belongs to a module: it runs on the user's, where it may leave what it is given."""
+
+    of_twin: Any
+    own: Any
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return (self.of_twin if any(map(is_fake, tensors)) else self.own)(*tensors)
 
 
 class FakeWorld:
@@ -113,6 +124,12 @@ class FakeWorld:
         finally:
             for place, number in held:
                 place.put(number)
+
+    def hook_with_own(self, hook: Any) -> Any:
+        """A hook of a tensor, as the user's modules have it; anything else is itself."""
+        if isinstance(hook, torch.Tensor) or (own := users_own(hook, self.real_module)) is hook:
+            return hook
+        return TensorHook(hook, own)
 
     def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:
         """Each size symbol with the index of its input and its dimension; numbers come behind the tensors."""

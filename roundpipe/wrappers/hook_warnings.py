@@ -1,14 +1,14 @@
 """Warnings of hooks that make something else of microbatches than of the whole batch.
 
-Hooks of parameters, where what they make of parts of a gradient does not add up; and forward hooks, where the last
-microbatch's tensors take the place of those before, as they do in a loss function that runs as it is.
+Hooks of parameters, where what they make of parts of a gradient does not add up; and hooks of modules and activations,
+where the last microbatch's tensors take the place of those before, as they do in a loss function that runs as it is.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from roundpipe.effects.places import Place, package_of
 from roundpipe.effects.snapshot import PythonSnapshot, snapshot_of_hooks
 from roundpipe.effects.uses import forward_hooks, function_of, hooked_modules
 from roundpipe.fx.passes.gradient_hooks import adds_up
+from roundpipe.fx.world import TensorHook
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batched_leaf
@@ -32,6 +33,10 @@ _OF_INTEGRATIONS = frozenset({"accelerate", "peft", "roundpipe", "torch", "trans
 _BY_HOOK = (
     "a forward hook left tensors of the last of {number} microbatches there, not those of the batch. Return them from "
     "forward, or set RoundPipeRunConfig(num_microbatch=1)"
+)
+_BY_BACKWARD_HOOK = (
+    "a hook of the backward left tensors of the last of {number} microbatches there, not those of the batch. Append "
+    "them to a list, which gets those of all, or set RoundPipeRunConfig(num_microbatch=1)"
 )
 _BY_LOSS = (
     "loss_fn left the value of the last of {number} microbatches, not that of the batch. Append to a list, which gets "
@@ -52,6 +57,9 @@ class HookWarnings:
         self._is_over = False
         self._looks: Counter[tuple[Any, int, bool, bool]] = Counter()
         """How often a forward hook or a loss was looked at: by its code, its place among those of it, and mode."""
+        self._num_looks_at_backward = 0
+        self._look_behind_backward: Callable[[], None] = lambda: None
+        """The backward of a ``forward`` comes later: before the next call it is over."""
         self._told: dict[tuple[str, int, Any], Place] = {}
         """By identity."""
 
@@ -60,17 +68,30 @@ class HookWarnings:
         if has_backward:
             parameters = itertools.chain.from_iterable(calls[0].parameters)
             self.look(parameters, sum(call.num_microbatches for call in calls))
-        hooks = (hook for call in calls for _, _, hook in call.hooks)
+        self._look_behind_backward()
         arguments = [pair for call in calls for pair in zip(call.args, call.kwargs, strict=True)]
-        return self.begin(hooks, arguments, calls[0].loss_fn)
+        if has_backward and self._num_looks_at_backward < MOST_LOOKS:
+            self._num_looks_at_backward += 1
+            own = itertools.chain.from_iterable(backward_hooks(call.chain) for call in calls)
+            self._look_behind_backward = self.begin(own, arguments, None, text=_BY_BACKWARD_HOOK)
+        look = self.begin((hook for call in calls for _, _, hook in call.hooks), arguments, calls[0].loss_fn)
+
+        def look_at_all() -> None:
+            look()
+            if calls[0].loss_fn is not None:
+                self._look_behind_backward()
+
+        return look_at_all
 
     def begin_on_host(self, arguments: Sequence[Any], loss_fn: Any = None) -> Callable[[], None]:
         """The same of a whole model that runs on the host, given the arguments of microbatches."""
         hooks = (hook for module in hooked_modules(self._model) for hook in forward_hooks(module))
         return self.begin(hooks, arguments, loss_fn)
 
-    def begin(self, hooks: Iterable[Any], arguments: Sequence[Any], loss_fn: Any) -> Callable[[], None]:
-        """Look at what forward hooks and a loss function have; what it gives warns of what they have left since.
+    def begin(
+        self, hooks: Iterable[Any], arguments: Sequence[Any], loss_fn: Any, text: str = _BY_HOOK
+    ) -> Callable[[], None]:
+        """Look at what hooks and a loss function have; what it gives warns of what they have left since, in a text.
 
         Args:
             arguments: of each microbatch.
@@ -89,7 +110,7 @@ class HookWarnings:
                 losses = []
             new = [hook for hook in new if any(hook is each for each in own)]
         kept = _KeptSamples(last, arguments)
-        before = [(text, own, snapshot_of_hooks(own)) for text, own in ((_BY_HOOK, new), (_BY_LOSS, losses)) if own]
+        before = [(text, own, snapshot_of_hooks(own)) for text, own in ((text, new), (_BY_LOSS, losses)) if own]
 
         def look() -> None:
             for text, own, snapshot in before:
@@ -112,7 +133,8 @@ class HookWarnings:
 
     def _look_at_kept(self, text: str, hooks: Sequence[Any], before: PythonSnapshot, kept: _KeptSamples) -> None:
         found = [place for place in before.diff() if place.identity not in self._told and kept.is_last_in(place)]
-        if found and len(own := _not_read_by(self._model.modules(), hooks)) < len(hooks):  # a forward takes it there
+        own = _not_read_by(self._model.modules(), hooks) if found and text is not _BY_BACKWARD_HOOK else hooks
+        if len(own) < len(hooks):  # a forward takes it there
             places = {place.identity for place in snapshot_of_hooks(own).reach.places}
             found = [place for place in found if place.identity in places]
         if not found:
@@ -144,6 +166,14 @@ class HookWarnings:
             "in step_fn instead, with torch.nn.utils.clip_grad_value_(model.optim_parameters(), 0.1), or set "
             "RoundPipeRunConfig(num_microbatch=1)"
         )
+
+
+def backward_hooks(chain: nn.Module) -> Iterator[Any]:
+    """The hooks that run in the backward of a chain's modules, and those that their forwards put onto activations."""
+    for module in chain.modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            yield from (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        yield from (value.own for value in vars(module).values() if isinstance(value, TensorHook))
 
 
 def _words_of(place: Place) -> str:

@@ -202,7 +202,12 @@ class GraphBuilder:
             return value
         return self._object_argument(value)
 
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, installs_hook: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
+        if installs_hook:
+            args = tuple(map(self.world.hook_with_own, args))
+            kwargs = {name: self.world.hook_with_own(value) for name, value in kwargs.items()}
         return tuple(map(self.argument, args)), {k: self.argument(v) for k, v in kwargs.items()}
 
     def tensor_argument(self, tensor: torch.Tensor) -> Node:

@@ -337,7 +337,7 @@ class CallRecorder(TorchFunctionMode):
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor], random: bool) -> Node:
         """One node for a call that returned ``out`` and wrote some tensors in place."""
         name = getattr(func, "__name__", "")
-        node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
+        node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs, installs_hook=name in HOOK_METHODS)
         op, target, node_args, node_kwargs = node_form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(map(self.builder.tensor_argument, written)))
         node = self.builder.add(op, target, node_args, node_kwargs)
