@@ -63,6 +63,11 @@ class SeededTorch:
         self._lock.release()
 
 
+def torch_random_states(device: torch.device) -> list[torch.Tensor]:
+    """States of torch's default generators of the CPU and a device."""
+    return [default_generator(each).get_state() for each in {torch.device("cpu"), device}]
+
+
 class SeededPython:
     """The same for the module-level generators of Python and NumPy; open it inside the CPU's `SeededTorch`.
 

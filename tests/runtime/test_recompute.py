@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core.layers import LayerSpec
 from roundpipe.runtime.engine.recompute import (
     ForwardRecord,
     LayerScope,
+    base_seed,
     doing_recompute,
-    draw_base_seed,
     layer_seed,
 )
 from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, assert_same, batch, buffers, config, square_loss
@@ -32,9 +33,11 @@ def test_seeds_of_layers_and_microbatches_differ():
 
 def test_the_base_seed_comes_from_torchs_generator():
     torch.manual_seed(3)
-    first, second = draw_base_seed(), draw_base_seed()
+    draws, weights = [LayerSpec("")], [None]
+    first, second = (base_seed([0], draws, weights) for _ in range(2))
     torch.manual_seed(3)
-    assert draw_base_seed() == first != second
+    assert base_seed([0], draws, weights) == first != second
+    assert base_seed([], draws, weights) == 0
 
 
 def test_the_mark_is_of_the_thread_and_nests():

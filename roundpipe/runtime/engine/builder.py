@@ -32,7 +32,7 @@ from roundpipe.runtime.engine.host_values import HostValue, HostValues
 from roundpipe.runtime.engine.input_tensors import inputs_of
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.plans_beside import homes_of
-from roundpipe.runtime.engine.recompute import draw_base_seed
+from roundpipe.runtime.engine.recompute import base_seed
 from roundpipe.runtime.engine.shared_values import Place, places_not_split
 from roundpipe.runtime.engine.spec import (
     LABEL,
@@ -216,7 +216,7 @@ class StepBuilder:
                 stay=stay,
                 ends_in_loss=ends_in_loss,
             ),
-            base_seed=draw_base_seed() if drawing else 0,
+            base_seed=base_seed(drawing, chain.specs, weights),
             drawing=drawing,
             check_finite=config.check_finite,
             with_gradient=names_with_gradient(chain.specs, trainable, requiring),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import LayerSpec
 from roundpipe.runtime.device.backend import Backend, Event, Lane
+from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer
 
 LayerKey = tuple[int, int]
@@ -39,9 +41,20 @@ def layer_seed(base_seed: int, layer_index: int, microbatch: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 1
 
 
-def draw_base_seed() -> int:
-    """A base seed from torch's default generator, so that ``torch.manual_seed`` fixes it."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+def base_seed(drawing: Collection[int], specs: Sequence[LayerSpec], weights: Sequence[LayerWeights]) -> int:
+    """A seed from torch's default generator, so that ``torch.manual_seed`` fixes it.
+
+    ``drawing`` are layers that may draw. If those with hooks are all, and their hooks have drawn nothing so far, the
+    generator stays as it is: the caller draws the same as in eager mode.
+    """
+    if not drawing:
+        return 0
+    before = torch.get_rng_state()
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    layers = ((specs[index], weights[index]) for index in drawing)
+    if not any(spec.draws_random or each.habits_of(each.modules).draws for spec, each in layers):
+        torch.set_rng_state(before)
+    return seed
 
 
 class LayerScope:

@@ -23,7 +23,7 @@ from roundpipe.core.backward import backward_from
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import RaisedIn, innermost, note_cut, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
-from roundpipe.core.random_state import SeededPython, generator_held
+from roundpipe.core.random_state import SeededPython, generator_held, torch_random_states
 from roundpipe.core.term_shares import with_shares
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
@@ -327,12 +327,16 @@ class Stage:
 
     def _seeded(self, bound: BoundLayer, function: Callable[[], Any], seed: int) -> Any:
         """The result of a function that runs a layer, with everything it draws drawn from a seed."""
+        habits, device = bound.habits, self.backend.device
         with self.backend.random(seed):
-            if bound.habits.draws_python is False:
-                return function()
-            with SeededPython(seed) as drawing:
+            before = () if habits.draws else torch_random_states(device)
+            with contextlib.nullcontext() if habits.draws_python is False else SeededPython(seed) as drawing:
                 result = function()
-            bound.habits.draws_python = bound.habits.draws_python or drawing.drew
+            if drawing is not None:
+                habits.draws_python = habits.draws_python or drawing.drew
+            if before:
+                has_drawn = not all(map(torch.equal, before, torch_random_states(device)))
+                habits.draws = has_drawn or bool(habits.draws_python)
             return result
 
     def _place(self, microbatch: int, phase: str) -> str:

@@ -37,6 +37,8 @@ class Habits:
     """Whether it leaves other buffers or attributes behind; learned at each release."""
     draws_python: bool | None = None
     """Whether it draws from Python's or NumPy's generators; learned at the first call."""
+    draws: bool | None = None
+    """Whether it, or one of its hooks, draws at all; learned at each call of a layer that only may."""
 
 
 class LayerWeights:
