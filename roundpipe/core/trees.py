@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, range,
@@ -150,8 +152,25 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two leaves are one object, or equal plain values."""
-    return first is second or isinstance(first, PLAIN) and type(first) is type(second) and first == second
+    """Whether two leaves are one object, or do the same wherever code finds them.
+
+    That are equal plain values, partial functions of the same, and handles of hooks, which tell nothing of these.
+    """
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, PLAIN):
+        return bool(first == second)
+    if type(first) is functools.partial:
+        pairs = zip((first.func, *first.args), (second.func, *second.args), strict=False)
+        has_same = len(first.args) == len(second.args) and first.keywords.keys() == second.keywords.keys()
+        return (
+            has_same
+            and all(same(*pair) for pair in pairs)
+            and all(same(value, second.keywords[name]) for name, value in first.keywords.items())
+        )
+    return type(first) is RemovableHandle
 
 
 def gained(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> list[Path]:

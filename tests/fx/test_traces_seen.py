@@ -1,7 +1,9 @@
 """What a user sees of traces: when there is one, why, how long it takes; none for what forward never reads."""
 
+import functools
 import logging
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +240,58 @@ def test_traces_in_several_threads_leave_classes_as_they_were(monkeypatch):
         thread.join()
     assert not errors
     assert (Settings.__getattribute__, dict(vars(Registry))) == plain
+
+
+def test_checkpointing_that_is_switched_off_and_on_makes_no_new_trace() -> None:
+    """Trainers of preferences do so at each step, around a call of the reference model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    ids = torch.randint(50, (4, 6))
+    with roundpipe.compile(model, devices=["cpu"]) as piped:
+        for _ in range(4):
+            model.gradient_checkpointing_disable()
+            model.disable_input_require_grads()
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+            loss = piped.forward_backward(
+                input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=lambda o, _: o.loss, loss_reduction="mean"
+            )
+            torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss.detach())
+        assert piped.trace_count == 1
+
+
+class Handled(nn.Module):
+    """Its code makes up names of attributes, so that all of them may be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function: Any = functools.partial(torch.mul, other=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = getattr(self, "func" + "tion")(self.linear(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("make", "num_traces"),
+    [
+        (lambda step: functools.partial(torch.mul, other=2.0), 1),
+        (lambda step: functools.partial(functools.partial(torch.add, alpha=2), torch.ones(())), 4),
+        (lambda step: functools.partial(torch.mul, other=2.0 + step), 4),
+        (lambda step: functools.partial((torch.mul, torch.add)[step % 2], other=2.0), 2),
+    ],
+    ids=["the same", "another tensor", "another number", "another function"],
+)
+def test_partial_functions_that_are_made_anew(make: Any, num_traces: int) -> None:
+    model, x = Handled(), torch.randn(3, 4)
+    with roundpipe.compile(model, devices=["cpu"]) as piped, torch.no_grad():
+        for step in range(4):
+            model.function = make(step)
+            torch.testing.assert_close(piped(x), model(x))
+        assert piped.trace_count == num_traces
