@@ -321,6 +321,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             "input_kwargs": BatchPieces((batch.kwargs for batch in batches), [batch.decides for batch in batches]),
             "label": [label for _, label in microbatches],
             "loss_fn": own_loss if is_own else self._loss_of,
+            "loss_reduction": "sum",  # each is weighed for the batch, and accumulated batches as the trainer has it
         }
 
     @property
