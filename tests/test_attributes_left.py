@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
@@ -150,3 +151,22 @@ def test_only_what_others_may_read_is_said_to_stay(name, caplog):
     with roundpipe.compile(model, devices=["cpu"]) as piped, torch.no_grad():
         piped(torch.randn(4, 6))
     assert any("runs as if it had not" in record.message for record in caplog.records) == (name[0] != "_")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        lambda module: nn.utils.spectral_norm(module),
+    ],
+    ids=["pruned", "normed"],
+)
+def test_weights_that_hooks_compute_are_told_of_once(hook):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    hook(model[0])
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            pipe.forward_backward((torch.randn(6, 4),), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == 1 and said[0].startswith("Sequential: its forward sets Linear.weight to tensors")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts, enumerated
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import preserved_random_state
@@ -204,6 +205,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
                 if lost:
                     words = "%s: its forward sets %s; the compiled model runs as if it had not"
                     logger.warning(words, type(world.model).__name__, ", ".join(lost))
+                _warn_of_tensors(world.model, attempt.recorder.findings.not_kept)
                 counts = _counting(world, state, values, now.side_effects(places))
                 own = state.diff(), now.changed_values(), counts
                 is_stable = True
@@ -225,6 +227,17 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     words = f"it sets {', '.join(changes)}, and what it computes depends on that"
     facts = TraceFacts(changes=tuple(changes), stateful=stateful)
     raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE, facts))
+
+
+def _warn_of_tensors(model: nn.Module, attributes: Iterable[str]) -> None:
+    """Tensors that a forward leaves in attributes, as hooks do that compute a weight of others."""
+    if names := list(attributes):
+        warn(
+            f"{type(model).__name__}: its forward sets {enumerated(names, most=3)} to tensors, as the hooks of "
+            "torch.nn.utils.prune and the older spectral_norm do. The compiled model does not: what is there stays as "
+            "it was, and code that reads it, such as another pruning or a penalty in the loss, gets old values. "
+            "Compute it from the parameters, or call the module itself once before it is read"
+        )
 
 
 def _is_private_flag(module: nn.Module, name: str) -> bool:
