@@ -70,6 +70,17 @@ def code_at_other_sizes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def symbols_kept_quiet() -> Iterator[None]:
+    """Around a trace, without warnings that name a symbol in the place of a size, as torch gives them.
+
+    The graph calls the same functions: where there is something to warn of, that is said with numbers.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*\b[su]\d+\b")
+        yield
+
+
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor or one wrapped by a function transform."""
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))

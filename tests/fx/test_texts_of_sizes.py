@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import numbers
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +138,28 @@ def test_texts_for_others_than_the_models_code_fix_no_size() -> None:
     traced = trace(Tokens(run).double(), (), tokens(4, 6))
     assert not traced.guards.describe()
     assert not any(text.isdigit() for text in found) and "_text_of_size" not in str(torch.SymInt.__repr__)
+
+
+class Broadcast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.target = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn(f"{x.shape[0]} samples", stacklevel=1)
+        return nn.functional.mse_loss(self.linear(x), self.target)
+
+
+def test_warnings_of_torch_have_numbers_and_no_symbols() -> None:
+    model, config = Broadcast(), roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    with (
+        roundpipe.compile(model, devices=["cpu"], model_run_config=config) as pipe,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            pipe(torch.randn(6, 4))
+    said = [str(warning.message) for warning in caught]
+    assert said[0] == "6 samples"
+    assert any("input size (torch.Size([6, 4]))" in text for text in said[1:])
+    assert not any(re.search(r"\bs\d+\b", text) for text in said)

@@ -26,6 +26,7 @@ from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.completed import CompletedTexts
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
+from roundpipe.fx.fakes import symbols_kept_quiet
 from roundpipe.fx.graph.traced import printed_graph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.model_guard import kind_and_value
@@ -109,7 +110,7 @@ class _Request:
         arguments = form.normalise(self.args, self.kwargs)
         whole = None if self.batch is None else form.normalise(*self.batch)
         try:
-            with interrupts_held(), TRACING, preserved_random_state():
+            with interrupts_held(), TRACING, preserved_random_state(), symbols_kept_quiet():
                 return self._trace_doubled(form, arguments, whole)
         except TraceError as error:
             own = None if self.knowledge.is_pure else as_the_models_own(self.model, self.args, self.kwargs, error)
