@@ -11,7 +11,7 @@ make; a value is made once, under its node's name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -245,6 +245,7 @@ def _chunks(
     rank = {node: index for index, node in enumerate(traced.graph.nodes)}
     in_order = partial(sorted, key=rank.__getitem__)
     late = [node for node in traced.outputs if node in recomputed or node.op == "get_attr"]
+    given = {storage_key(node) for node in traced.placeholders}
     chunks = []
     for start, stop in pairwise([0, *cuts, len(order)]):
         own, behind = order[start:stop], live[stop]
@@ -263,13 +264,18 @@ def _chunks(
                 nodes=tuple(nodes),
                 reads=tuple(reads),
                 clones=tuple(node for node in reads if storage_key(node) in written),
-                glue=tuple(in_order(node for node in own_glue if isinstance(value_of(node), torch.Tensor))),
+                glue=tuple(in_order(node for node in own_glue if _is_made(node, given))),
                 makes=tuple(makes),
                 passes=tuple(in_order((behind & live[start]) - set(makes))),
                 carry_bytes=sum(map(value_bytes, behind)),
             )
         )
     return tuple(chunks)
+
+
+def _is_made(node: Node, given: Collection[int | None]) -> bool:
+    """Whether a node makes a tensor, other than as a view of memory that was given, which costs each layer nothing."""
+    return isinstance(value_of(node), torch.Tensor) and storage_key(node) not in given
 
 
 def _module_names(nodes: Sequence[Node]) -> tuple[str, ...]:
