@@ -200,3 +200,30 @@ def test_what_code_leaves_while_a_graph_is_looked_at_is_taken_back() -> None:
         with roundpipe.compile(Model(), devices=["cpu"] * 2) as piped:
             piped.forward_backward((x, noise), label=x, loss_fn=of_parts, loss_reduction="mean")
     assert all(type(seen) is Tensor for seen in SEEN)
+
+
+class OfPixels(nn.Module):
+    """A loss over the masked pixels of images."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor, mask: Tensor) -> Tensor:
+        losses = F.l1_loss(self.layers(images), images, reduction="none").mean(1)
+        return (losses * mask).sum() / mask.sum()
+
+
+OF_IMAGES: dict[str, list[nn.Module]] = {
+    "convolutions": [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 3, 3, padding=1)],
+    "padding by what is there": [nn.ReflectionPad2d(1), nn.Conv2d(3, 3, 3)],
+    "pooling and resizing": [nn.MaxPool2d(2), nn.Conv2d(3, 3, 1), nn.Upsample(scale_factor=2, mode="bilinear")],
+    "averages": [nn.AdaptiveAvgPool2d(4), nn.Conv2d(3, 3, 1), nn.Upsample(scale_factor=2)],
+}
+
+
+@pytest.mark.parametrize("layers", OF_IMAGES.values(), ids=OF_IMAGES)
+def test_a_mean_over_masked_pixels_is_that_of_the_batch(layers: list[nn.Module]) -> None:
+    torch.manual_seed(0)
+    mask = torch.arange(8)[None, :, None] < torch.randint(1, 8, (NUMBER, 1, 8))
+    check(OfPixels(copy.deepcopy(layers)), (torch.randn(NUMBER, 3, 8, 8), mask), None, own, 3, "mean")

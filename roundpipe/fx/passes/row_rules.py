@@ -319,6 +319,14 @@ def _loss(call: OperatorCall) -> Found:
     return pointwise(call)
 
 
+def _by_samples(call: OperatorCall) -> Found:
+    """Convolutions, pooling and resizing: of each sample by itself, in the first dimension."""
+    rows = call.only_first()
+    if not call.watch.is_outermost or any(rows[1:]):
+        raise NotRowwise("it takes each sample as a whole")
+    return (rows[0], *(None,) * (call.output.dim() - 1))
+
+
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -355,5 +363,11 @@ RULES: dict[str, Rule] = {
     **_named(_nll, "nll_loss_forward nll_loss2d_forward"),
     **_named(_pad, "constant_pad_nd"),
     **_named(_flip, "flip roll"),
+    **_named(
+        _by_samples,
+        "convolution max_pool2d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+        "upsample_nearest1d upsample_nearest2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+        "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d",
+    ),
     **_named(_loss, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
 }
