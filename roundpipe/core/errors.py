@@ -236,6 +236,9 @@ class OnlyWholeError(RoundPipeError, RuntimeError):
     themselves see it.
     """
 
+    num_samples: int | None = None
+    """Of the piece; None where it is not for their number that it can't run, or that is not known."""
+
 
 class PartitionError(RoundPipeError, ValueError):
     """A graph or chain can't be cut as asked."""

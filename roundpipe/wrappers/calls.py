@@ -283,8 +283,9 @@ class ChainRunner(Runner):
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, label)
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self._known_chain)
+        config = self._batch_warnings.whole_if_small(config, args, kwargs)
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
-        again = functools.partial(self._calls, args, kwargs, config, *rest, is_evaluation=is_evaluation)
+        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, is_evaluation=is_evaluation)
         pieces = split(args, kwargs, label, config, self._shared, warns=False)
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
@@ -320,7 +321,7 @@ class ChainRunner(Runner):
         except OnlyWholeError as error:
             if not may_choose:
                 raise
-            self._batch_warnings.run_whole(error)
+            self._batch_warnings.run_whole(error, pieces.sizes)
             return again()
         if calls is None:
             self.last_chain = None
@@ -330,6 +331,8 @@ class ChainRunner(Runner):
                 self.last_chain = self._known_chain = call.chain
                 return again()
         pieces.warn()
+        if number > 1:
+            self._batch_warnings.note_cut(pieces.sizes)
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = self._known_chain = calls[-1].chain
         return calls, options

@@ -1,0 +1,106 @@
+"""Batches whose pieces the model can't run, while it runs the whole: pieces that are too small, or of any size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import roundpipe
+from tests.runtime.models import assert_same, gradients
+from tests.test_pieces_of_few_samples import WIDTH, double, pair
+
+
+def summed(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs, label, reduction="sum")
+
+
+def train(piped: Any, net: nn.Module, reference: nn.Module, sizes: Sequence[int]) -> list[int]:
+    """Into how many microbatches batches of such sizes are cut; each has the numbers of plain PyTorch for these."""
+    numbers: list[int] = []
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        numbers.append(roundpipe.num_microbatches())
+        return summed(outputs, label)
+
+    cut = []
+    for size in sizes:
+        x, state, label = double(size, 2, WIDTH), double(1, size, WIDTH), double(size, 2, WIDTH)
+        loss = piped.forward_backward((x, state), label=label, loss_fn=loss_fn)
+        piped.synchronize()
+        cut.append(numbers[-1])
+        tensors = [each.tensor_split(cut[-1], dim) for each, dim in ((x, 0), (state, 1), (label, 0))]
+        losses = [summed(reference(*piece), of_piece) for *piece, of_piece in zip(*tensors, strict=True)]
+        expected = torch.stack(losses).sum()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        assert_same(gradients(net), gradients(reference))
+        assert_same(dict(net.named_buffers()), dict(reference.named_buffers()))
+    return cut
+
+
+class Normalized(nn.Module):
+    """Has a batch norm, which can't run one sample while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return x + self.last(torch.relu(self.norm(self.first(x.mean(1)))))[:, None]
+
+
+class ByFours(nn.Module):
+    """Takes four samples at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4:
+            raise ValueError("too few samples")
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Decoder(nn.Module):
+    """Takes a hidden state, whose samples are in dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.last = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gru(x, state)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "numbers", "said"),
+    [
+        (Normalized, [8, 4, 8, 3, 4, 64], [3, 1, 3, 1, 1, 3], "piece of 1 sample by itself (Expected more than 1"),
+        (Normalized, [3, 8], [1, 3], "piece of 1 sample by itself (Expected more than 1"),
+        (ByFours, [12, 9, 12, 10], [3, 1, 3, 1], "piece of 3 samples by itself (too few samples)"),
+    ],
+)
+def test_a_batch_runs_whole_if_its_pieces_are_too_small(
+    kind: type[nn.Module], sizes: list[int], numbers: list[int], said: str
+) -> None:
+    with pair(kind) as (piped, net, reference), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train(piped, net, reference, sizes) == numbers
+    told = [str(each.message) for each in caught if "can't run a piece" in str(each.message)]
+    assert len(told) == 1 and said in told[0] and "from now on" not in told[0], told
+
+
+@pytest.mark.parametrize("sizes", [[8, 64, 12], [3, 64, 12]])
+def test_a_model_that_takes_no_pieces_runs_whole_batches_of_any_size(sizes: list[int]) -> None:
+    with pair(Decoder) as (piped, net, reference), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train(piped, net, reference, sizes) == [1, 1, 1]
+    told = [str(each.message) for each in caught if "from now on" in str(each.message)]
+    assert len(told) == 1, told
