@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -95,6 +96,94 @@ def test_a_batch_runs_whole_if_its_pieces_are_too_small(
         assert train(piped, net, reference, sizes) == numbers
     told = [str(each.message) for each in caught if "can't run a piece" in str(each.message)]
     assert len(told) == 1 and said in told[0] and "from now on" not in told[0], told
+
+
+class DrawingDecoder(Decoder):
+    """Can't be traced; counts, collects and draws."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += len(x)
+        self.drawn.append(random.random())
+        if random.random() < 0.5:
+            x = x.flip(1)
+        return super().forward(x + torch.rand(()), state)
+
+
+class DrawingNorm(Normalized):
+    """Can't be traced; its first piece runs."""
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.random() + torch.rand(()), unused)
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+
+
+@pytest.mark.parametrize("way", ["training", "forward", "evaluation"])
+@pytest.mark.parametrize(("kind", "size"), [(DrawingDecoder, 9), (DrawingNorm, 4)])
+def test_a_model_in_parts_runs_whole_as_if_no_piece_had_run(kind: type[nn.Module], size: int, way: str) -> None:
+    x, state, label = double(size, 2, WIDTH), double(1, size, WIDTH), double(size, 2, WIDTH)
+    log: list[float] = []
+
+    def logged(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        log.append(summed(outputs, label).item())
+        return summed(outputs, label)
+
+    with pair(kind) as (piped, net, reference), torch.set_grad_enabled(way != "evaluation"):
+        for each in (*net.parameters(), *reference.parameters()):
+            each.grad = torch.ones_like(each)  # of an earlier call
+        seed()
+        expected = summed(reference(x, state), label)
+        draw = random.random()
+        if way != "evaluation":
+            expected.backward()
+        seed()
+        with pytest.warns(UserWarning, match="can't run a piece") as caught:
+            if way == "training":
+                loss = piped.forward_backward((x, state), label=label, loss_fn=logged)
+                assert log == [loss.item()]
+            else:
+                loss = summed(piped(x, state), label)
+            if way == "forward":
+                loss.backward()
+            piped.synchronize()
+        assert not any("cut all the same" in str(each.message) for each in caught)
+        assert random.random() == draw
+        if isinstance(net, DrawingDecoder) and isinstance(reference, DrawingDecoder):
+            assert (net.calls, net.drawn) == (reference.calls, reference.drawn)
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        assert_same(gradients(net), gradients(reference))
+        assert_same(dict(net.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_a_model_in_parts_goes_on_with_batches_that_can_be_cut() -> None:
+    class Noted(Normalized):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, unused) + 0.0 * random.random()
+
+    with pair(Noted) as (piped, net, reference), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train(piped, net, reference, [8, 4, 8, 4, 64]) == [3, 1, 3, 1, 3]
+    assert sum("piece of 1 sample by itself" in str(each.message) for each in caught) == 1
+
+
+def test_what_neither_a_piece_nor_the_whole_runs_raises_what_eager_does() -> None:
+    class Refusing(Decoder):
+        def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            raise ValueError(f"no {len(x)}" if random.random() < 2 else "")
+
+    with pair(Refusing) as (piped, _, _), pytest.raises(ValueError, match="no 9"):
+        piped(double(9, 2, WIDTH), double(1, 9, WIDTH))
 
 
 @pytest.mark.parametrize("sizes", [[8, 64, 12], [3, 64, 12]])

@@ -63,6 +63,8 @@ class BatchWarnings:
         """Samples of the largest piece that was too small to run."""
         self._most_cut = 0
         """Samples of the largest piece of a batch that was cut."""
+        self._is_unclear = False
+        """Whether nothing tells if the model's code mixes samples."""
         self._num_read = 0
         """Calls whose scalars were read from a device."""
 
@@ -190,20 +192,17 @@ class BatchWarnings:
         return config if given else config.in_one_piece()
 
     def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str | None]) -> ResolvedConfig:
-        """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells."""
+        """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells.
+
+        Of the latter `note_cut` warns.
+        """
         if config.split_input is not None or config.num_microbatch == 1 and not config.auto:
             return config
         where, may_choose = find(), self.may_choose(config)
         if where:
             self._warn_of_mixing(config, where)
             return config.in_one_piece() if may_choose else config
-        if where is None and may_choose:
-            self._warn_once(
-                "mixing",
-                "nothing tells whether its code mixes the samples of a batch, as a mean over the batch does, since it "
-                "can't be tried out. The batch is cut all the same. If it does, set num_microbatch=1; if it does not, "
-                "give the number of microbatches, and this is not said",
-            )
+        self._is_unclear = where is None and may_choose
         return config
 
     def may_choose(self, config: ResolvedConfig) -> bool:
@@ -232,6 +231,13 @@ class BatchWarnings:
     def note_cut(self, sizes: Sequence[int] | None) -> None:
         """Take note that the pieces of a batch, of so many samples each, can run by themselves."""
         self._most_cut = max([self._most_cut, *(sizes or ())])
+        if self._is_unclear:
+            self._warn_once(
+                "mixing",
+                "nothing tells whether its code mixes the samples of a batch, as a mean over the batch does, since it "
+                "can't be tried out. The batch is cut all the same. If it does, set num_microbatch=1; if it does not, "
+                "give the number of microbatches, and this is not said",
+            )
 
     def _warn_once(self, subject: _Subject, text: str) -> None:
         if subject not in self._has_warned_of:
