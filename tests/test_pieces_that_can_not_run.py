@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roundpipe
+from roundpipe import RoundPipeRunConfig
 from tests.runtime.models import assert_same, gradients
 from tests.test_pieces_of_few_samples import WIDTH, double, pair
 
@@ -175,6 +176,48 @@ def test_a_model_in_parts_goes_on_with_batches_that_can_be_cut() -> None:
         warnings.simplefilter("always")
         assert train(piped, net, reference, [8, 4, 8, 4, 64]) == [3, 1, 3, 1, 3]
     assert sum("piece of 1 sample by itself" in str(each.message) for each in caught) == 1
+
+
+class Graph(nn.Module):
+    """Takes features of nodes, and which are neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, neighbours: torch.Tensor) -> torch.Tensor:
+        return self.last(neighbours @ torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        (Decoder, (double(8, 2, WIDTH), double(1, 8, WIDTH)), "Expected hidden size"),
+        (DrawingDecoder, (double(8, 2, WIDTH), double(1, 8, WIDTH)), "Expected hidden size"),
+        (Graph, (double(8, WIDTH), double(8, 8)), "mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+@pytest.mark.parametrize("way", ["training", "forward"])
+def test_if_a_number_is_given_the_error_says_that_the_whole_batch_runs(
+    kind: type[nn.Module], arguments: tuple[torch.Tensor, ...], said: str, way: str
+) -> None:
+    config = RoundPipeRunConfig(num_microbatch=4)
+    with pair(kind) as (piped, net, reference), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match=said) as caught:
+            if way == "training":
+                piped.forward_backward(arguments, loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
+            else:
+                piped(*arguments, roundpipe_run_config=config)
+        notes = [note for note in caught.value.__notes__ if "can run the whole batch: use num_microbatch=1" in note]
+        assert len(notes) == 1 and "one of the 4 microbatches" in notes[0], caught.value.__notes__
+        assert not any("correct them, or the model" in note for note in caught.value.__notes__)
+        whole = RoundPipeRunConfig(num_microbatch=1)
+        seed()
+        outputs = piped(*arguments, roundpipe_run_config=whole)
+        seed()
+        torch.testing.assert_close(outputs, reference(*arguments))
+        assert all(each.grad is None for each in net.parameters())
 
 
 def test_what_neither_a_piece_nor_the_whole_runs_raises_what_eager_does() -> None:

@@ -133,7 +133,7 @@ class TracedSource:
         `ChainSource.chain_for`.
 
         Raises:
-            OnlyWholeError: the batch will run in their place.
+            OnlyWholeError: the batch can run in their place, and may, or the forward raises for the piece alone.
             TraceError: the model can't be traced and ``on_failure`` raised it.
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
@@ -163,7 +163,7 @@ class TracedSource:
                 chain = self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
                 own = error.__cause__ if error.cause is TraceCause.MODEL_ERROR else None
-                if or_whole and batch is not None and _is_piece((args, kwargs), batch):
+                if (or_whole or own) and batch is not None and _is_piece((args, kwargs), batch):
                     of_whole = self._error_of(*batch)
                     if of_whole is None:
                         raise OnlyWholeError("its forward can't be traced" if own is None else said(own)) from error

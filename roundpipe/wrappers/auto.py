@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
@@ -79,7 +79,7 @@ class HostRunner(Runner):
         self._hook_warnings = HookWarnings(self.model)
         self._mixed: dict[bool, str | None] = {}
         """By mode, what mixes samples in the model's own code; None where nothing tells."""
-        self._by_pieces = ByPieces(self.session, self.model, self._batch_warnings)
+        self._by_pieces = ByPieces(self.session, self.model, self._batch_warnings, self._run_whole)
         names = {module: name for name, module in self.session.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
@@ -270,11 +270,13 @@ class HostRunner(Runner):
                 output = self.tree.run(*copies)
             except Exception as error:
                 if microbatch is not None and own is None:  # one of several
-                    note_cut(error)
                     self._by_pieces.note_failed(error, microbatch)
                 raise
         self._hand_back(before, copies, own, output)
         return output
+
+    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_tree(args, kwargs, RoundPipeRunConfig(), IN_ONE_PIECE, (args, kwargs), 0)
 
     def _place(self, phase: str, microbatch: int | None) -> Callable[[BaseException], str]:
         """Says where in code on the host an exception was raised."""

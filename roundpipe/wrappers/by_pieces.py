@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import OnlyWholeError, RoundPipeError, said
+from roundpipe.core import trees
+from roundpipe.core.errors import OnlyWholeError, RoundPipeError, note_cut, said
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
@@ -32,6 +33,8 @@ class ByPieces:
     session: Session
     model: nn.Module
     warnings: BatchWarnings
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    """Runs a whole batch."""
     has_added: bool = field(init=False, default=False)
     """Whether gradients of the running call may be there that can't be taken back."""
     _failed: tuple[Exception, int] | None = field(init=False, default=None)
@@ -68,19 +71,21 @@ class ByPieces:
             pieces.warn()
             try:
                 return run(pieces, False)
-            finally:
-                self._failed = None
+            except Exception as error:
+                self._note(error, args, kwargs, pieces)
+                raise
         mode, smallest = (self.model.training, torch.is_grad_enabled()), min(pieces.sizes or [0])
         is_new = smallest < self._smallest.get(mode, smallest + 1)
         before = _Before(self.session, self.model, loss_fn if is_new else None)
         try:
             result = run(pieces, is_new)
         except Exception as error:
-            failed, self._failed = self._failed, None
-            if failed is None or error is not failed[0] or self.has_added:
+            if self.has_added or self._failed is None or error is not self._failed[0]:
+                self._note(error, args, kwargs, pieces)
                 raise
             refused = OnlyWholeError(said(error))
-            refused.num_samples = None if pieces.sizes is None else pieces.sizes[failed[1]]
+            refused.num_samples = None if pieces.sizes is None else pieces.sizes[self._failed[1]]
+            self._failed = None
         else:
             pieces.warn()
             self.warnings.note_cut(pieces.sizes)
@@ -90,6 +95,21 @@ class ByPieces:
         result = run(cut(config=config.in_one_piece()), False)
         self.warnings.run_whole(refused, pieces.sizes)
         return result
+
+    def _note(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], pieces: Split) -> None:
+        """Say of what the forward of a piece has raised that the batch was cut, and whether the whole runs."""
+        failed, self._failed = self._failed, None
+        if failed is None or error is not failed[0]:
+            return
+        before, runs_whole = _Before(self.session, self.model, None), True
+        try:
+            with torch.no_grad():
+                self.forward(*trees.map_tensors((args, kwargs), lambda tensor: tensor.detach().clone()))
+        except Exception:
+            runs_whole = False
+        finally:
+            before.restore()
+        note_cut(error, pieces.num_microbatches, runs_whole=runs_whole)
 
 
 class _Before:
