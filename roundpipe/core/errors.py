@@ -194,6 +194,7 @@ class TraceCause(enum.Enum):
     MODEL_ERROR = "raises the same exception without a trace"
     OPAQUE_STATE = "uses an object whose changes can't be seen"
     OTHER = "does something else that a graph can't express"
+    PACKED_SEQUENCE = "packs sequences, so that their lengths, which are data, give sizes"
     PARAMETER_REPLACED = "puts another parameter in the place of one"
     RANDOM = "draws random numbers that a graph would repeat"
     STATE = "changes Python state that it computes with"
