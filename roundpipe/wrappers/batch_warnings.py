@@ -224,9 +224,7 @@ class BatchWarnings:
             )
             return
         self._runs_whole = True
-        warn_of_whole(
-            self._name, error, "Where images belong to texts, say, split_input can tell how: see docs/models.md"
-        )
+        warn_of_whole(self._name, error, "If it can be cut in another way, split_input can say how")
 
     def note_cut(self, sizes: Sequence[int] | None) -> None:
         """Take note that the pieces of a batch, of so many samples each, can run by themselves."""
