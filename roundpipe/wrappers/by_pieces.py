@@ -17,7 +17,7 @@ from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
-from roundpipe.runtime.microbatch.split import Split, split
+from roundpipe.runtime.microbatch.split import EarlierCalls, Split, split
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.host_gradients import HostGradients
 from roundpipe.wrappers.session import Session
@@ -41,8 +41,7 @@ class ByPieces:
     """What a piece has raised in its forward, and which."""
 
     def __post_init__(self) -> None:
-        self._shared: dict[str, set[int]] = {}
-        """See `split`."""
+        self._earlier = EarlierCalls()
         self._smallest: dict[tuple[bool, bool], int] = {}
         """Samples of the smallest piece that has run, by whether in training, and with gradients."""
 
@@ -65,7 +64,7 @@ class ByPieces:
         ``run`` is also told to keep gradients apart until all of them have run: sizes are new.
         """
         config = self.warnings.whole_if_small(self.warnings.in_one_piece(config, None), args, kwargs)
-        cut = functools.partial(split, args, kwargs, label, shared=self._shared, warns=False)
+        cut = functools.partial(split, args, kwargs, label, earlier=self._earlier, warns=False)
         pieces, self.has_added = cut(config=config), False
         if pieces.num_microbatches == 1 or not self.warnings.may_choose(config):
             pieces.warn()
