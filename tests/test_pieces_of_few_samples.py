@@ -5,6 +5,7 @@ outputs are not of the samples that are cut, and forwards that make gradients.
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,3 +182,26 @@ def test_a_hook_at_an_activation_of_an_early_layer(is_classic: bool) -> None:
             piped.forward_backward((x,), label=label, loss_fn=F.cross_entropy, loss_reduction="mean")
         piped.synchronize()
         assert_same(gradients(net), gradients(reference))
+
+
+class Rows(nn.Module):
+    """Can't be traced if it draws."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.layer, self.draws = nn.Linear(WIDTH, WIDTH), draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + (0.0 * random.random() if self.draws else 0.0)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["traced", "in parts"])
+def test_that_there_are_fewer_samples_than_microbatches_is_said_once_per_wrapper(draws: bool) -> None:
+    for _ in range(2):
+        with pair(lambda: Rows(draws)) as (piped, _, reference), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in (1, 1, 2, 6, 1):
+                x = double(number, WIDTH)
+                torch.testing.assert_close(piped(x), reference(x))
+        (told,) = (str(each.message) for each in caught if "so it runs as" in str(each.message))
+        assert told == "the batch has 1 sample, so it runs as 1 microbatch instead of 3"

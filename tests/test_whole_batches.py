@@ -137,7 +137,7 @@ def test_a_number_that_was_given_stays_and_the_error_says_that_the_batch_was_cut
     with roundpipe.compile(own, devices=["cpu"]) as piped:
         with pytest.raises(ValueError, match="images and their places differ") as caught:
             train(piped, given, run_config=RoundPipeRunConfig(num_microbatch=2))
-        assert any("images and their places differ" in note for note in caught.value.__notes__)
+        assert any("can run the whole batch: use num_microbatch=1" in note for note in caught.value.__notes__)
         assert_eagers(piped, own, batch([1] * 4), 2)
 
 

@@ -71,11 +71,13 @@ _OF_SIZES = (
 """In errors that a batch may raise that was cut where its tensors belong together."""
 
 
-def note_cut(error: BaseException, number: int | None = None, *, is_of_loss: bool = False) -> None:
+def note_cut(
+    error: BaseException, number: int | None = None, *, is_of_loss: bool = False, runs_whole: bool = False
+) -> None:
     """Say of some errors that the model or ``loss_fn`` was called with one of so many pieces of a batch: maybe why.
 
     Those are torch's, where it wants several samples for a norm in training, and those about sizes and indices; and
-    assertions, which are of sizes more often than not.
+    assertions, which are of sizes more often than not. And all where the model is known to run the whole batch.
     """
     text = said(error)
     if "more than 1 value per channel" in text:
@@ -84,13 +86,18 @@ def note_cut(error: BaseException, number: int | None = None, *, is_of_loss: boo
             "roundpipe: the batch was split into microbatches, and this one has one sample left; plain PyTorch takes "
             "the batch as a whole. Set num_microbatch in RoundPipeRunConfig to at most half the number of samples",
         )
-    elif isinstance(error, IndexError | AssertionError) or any(words in text for words in _OF_SIZES):
+    elif runs_whole or isinstance(error, IndexError | AssertionError) or any(words in text for words in _OF_SIZES):
         cut = f"was called with one of the {number or 'several'} microbatches that the batch was cut into"
         of_loss = 'If it takes samples together, such as groups of answers, use loss_scope="batch" or num_microbatch=1'
         of_model = (
             "along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's "
             "nodes and edges: use num_microbatch=1, or say by split_input how they are cut"
         )
+        if runs_whole:
+            of_model = (
+                "along dimension 0, and can run the whole batch: use num_microbatch=1, or say by split_input how it is "
+                "cut"
+            )
         add_note(error, f"roundpipe: {f'loss_fn {cut}. {of_loss}' if is_of_loss else f'the model {cut}, {of_model}'}")
 
 
@@ -187,6 +194,7 @@ class TraceCause(enum.Enum):
     MODEL_ERROR = "raises the same exception without a trace"
     OPAQUE_STATE = "uses an object whose changes can't be seen"
     OTHER = "does something else that a graph can't express"
+    PACKED_SEQUENCE = "packs sequences, so that their lengths, which are data, give sizes"
     PARAMETER_REPLACED = "puts another parameter in the place of one"
     RANDOM = "draws random numbers that a graph would repeat"
     STATE = "changes Python state that it computes with"
@@ -235,6 +243,9 @@ class OnlyWholeError(RoundPipeError, RuntimeError):
     Its cause is what the piece raises. Wrappers run the whole then, so only integrations that cut batches
     themselves see it.
     """
+
+    num_samples: int | None = None
+    """Of the piece; None where it is not for their number that it can't run, or that is not known."""
 
 
 class PartitionError(RoundPipeError, ValueError):

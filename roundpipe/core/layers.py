@@ -367,7 +367,7 @@ class ChainSource(Protocol):
 
         ``before``: that of the microbatch before in the same call; since then nothing has touched the model. ``batch``:
         arguments of which these are a piece, by which the model's code decides. ``or_whole``: raise an `OnlyWholeError`
-        where there is a chain for the batch only. ``or_parts``: None also where a trace would serve a batch alone.
+        where only the batch has a chain, else only if code raises. ``or_parts``: None if a trace would serve it alone.
         """
 
     def others(self) -> Iterable[ChainSource]:

@@ -133,7 +133,7 @@ class TracedSource:
         `ChainSource.chain_for`.
 
         Raises:
-            OnlyWholeError: the batch will run in their place.
+            OnlyWholeError: the batch can run in their place, and may, or the forward raises for the piece alone.
             TraceError: the model can't be traced and ``on_failure`` raised it.
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
@@ -163,8 +163,12 @@ class TracedSource:
                 chain = self._trace(args, kwargs, failure or "for the first time", batch)
             except TraceError as error:
                 own = error.__cause__ if error.cause is TraceCause.MODEL_ERROR else None
-                if or_whole and batch is not None and _is_piece((args, kwargs), batch) and self._serves(*batch):
-                    raise OnlyWholeError("its forward can't be traced" if own is None else said(own)) from error
+                if (or_whole or own) and batch is not None and _is_piece((args, kwargs), batch):
+                    of_whole = self._error_of(*batch)
+                    if of_whole is None:
+                        raise OnlyWholeError("its forward can't be traced" if own is None else said(own)) from error
+                    if own is not None and of_whole.cause is not TraceCause.MODEL_ERROR:
+                        error, own = of_whole, None  # the whole runs, in parts
                 if isinstance(own, Exception):
                     add_note(own, f"roundpipe: {error}")
                     raise own from None
@@ -177,13 +181,7 @@ class TracedSource:
             return chain
 
     def _look_at_piece(
-        self,
-        traced: GuardedGraph,
-        chain: LayerChain,
-        arguments: Arguments,
-        batch: Arguments | None,
-        *,
-        or_whole: bool,
+        self, traced: GuardedGraph, chain: LayerChain, arguments: Arguments, batch: Arguments | None, *, or_whole: bool
     ) -> None:
         """What is known of a graph for a piece of a batch once the whole batch is there, too."""
         is_to_look_at = traced.fails_for_two is not None or bool(traced.guards.decisions.guards)
@@ -196,7 +194,7 @@ class TracedSource:
 
     def _refuse_broadcast(self, error: TraceError, batch: Arguments, *, or_whole: bool) -> None:
         """A piece of one sample may run only since what was cut, and has no samples, is repeated for them."""
-        if not self._serves(*batch):
+        if self._error_of(*batch) is not None:
             return
         words = shortened(said(error.__cause__ or error).partition("\n")[0], 200)
         if or_whole:
@@ -207,14 +205,14 @@ class TracedSource:
             "losses differ from those of the batch. Say by split_input what is cut, or use num_microbatch=1"
         )
 
-    def _serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a trace serves a call with these arguments, or a new one does."""
+    def _error_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceError | None:
+        """Why a call with these arguments can't be traced; None if a trace serves it, or a new one does."""
         if all(traced.guards.check(args, kwargs) is not None for traced, _ in self._traces):
             try:
                 self._trace(args, kwargs, "since a piece of the batch can't be traced")
-            except TraceError:
-                return False
-        return True
+            except TraceError as error:
+                return error
+        return None
 
     def others(self) -> Iterator[TracedSource]:
         """Sources that cut the model into layers within other limits (`LowerOptions.others`).

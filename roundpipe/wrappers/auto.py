@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost, note_cut
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, TraceCause, innermost
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.passes.untraced_code import where_untraced_code_mixes
@@ -24,9 +24,10 @@ from roundpipe.runtime.engine.finite import check_losses
 from roundpipe.runtime.engine.loss_divisors import ends_of
 from roundpipe.runtime.engine.losses import LossWeights, Mean, place_of, read_losses, sum_losses
 from roundpipe.runtime.microbatch.merge import merge
-from roundpipe.runtime.microbatch.split import split
+from roundpipe.runtime.microbatch.split import Split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
+from roundpipe.wrappers.by_pieces import ByPieces
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.deferred import call_behind_backward
 from roundpipe.wrappers.hook_warnings import HookWarnings
@@ -78,8 +79,7 @@ class HostRunner(Runner):
         self._hook_warnings = HookWarnings(self.model)
         self._mixed: dict[bool, str | None] = {}
         """By mode, what mixes samples in the model's own code; None where nothing tells."""
-        self._shared: dict[str, set[int]] = {}
-        """See `split`."""
+        self._by_pieces = ByPieces(self.session, self.model, self._batch_warnings, self._run_whole)
         names = {module: name for name, module in self.session.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
@@ -123,13 +123,17 @@ class HostRunner(Runner):
             if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [kept(self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None))]
             else:
-                pieces = split(args, kwargs, None, config, self._shared)
-                own = (args, kwargs) if len(pieces.args) == 1 else None
-                parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
-                look_at_hooks = self._hook_warnings.begin_on_host([*zip(pieces.args, pieces.kwargs, strict=True)])
-                runs = (self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts)
-                outputs = list(map(kept, runs))
-                look_at_hooks()
+
+                def run(pieces: Split, _: bool) -> list[Any]:
+                    own = (args, kwargs) if len(pieces.args) == 1 else None
+                    parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
+                    look_at_hooks = self._hook_warnings.begin_on_host([*zip(pieces.args, pieces.kwargs, strict=True)])
+                    runs = (self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts)
+                    made = list(map(kept, runs))
+                    look_at_hooks()
+                    return made
+
+                outputs = self._by_pieces.run(run, config, args, kwargs)
             self._batch_warnings.look(outputs, config)
             outputs = merge(outputs, config)
         call_behind_backward(outputs, self.session.optimizer.end_call)  # maybe no part has one
@@ -153,7 +157,12 @@ class HostRunner(Runner):
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, training.label)
         config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
         config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
-        pieces = split(args, kwargs, training.label, config, self._shared)
+        run = functools.partial(self._train, training, config)
+        return self._by_pieces.run(run, config, args, kwargs, training.label, training.loss_fn)
+
+    def _train(self, training: TrainingCall, config: ResolvedConfig, pieces: Split, keeps_apart: bool) -> Any:
+        """A call by its pieces; their gradients may be kept apart until all have run."""
+        has_backward, is_mean = training.has_backward, config.loss_reduction == "mean"
         if has_backward:
             self._hook_warnings.look(self.model.parameters(), pieces.num_microbatches)
         arguments = [*zip(pieces.args, pieces.kwargs, strict=True)]
@@ -162,7 +171,7 @@ class HostRunner(Runner):
         losses: list[Any] = []
         outputs: list[Any] = []
         leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        own = (args, kwargs) if len(pieces.args) == 1 else None
+        own = (training.args, training.kwargs) if len(pieces.args) == 1 else None
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
@@ -194,7 +203,8 @@ class HostRunner(Runner):
                         check_losses(each.tensors, f"on the host, microbatch {m}, phase loss_fn")
                     note.added = has_backward
                     if has_backward:
-                        if m == 0 and (weights.has_given or share is not None):
+                        self._by_pieces.has_added = not keeps_apart
+                        if m == 0 and (keeps_apart or weights.has_given or share is not None):
                             apart.enter_context(self.session.optimizer.gradients_scaled(lambda: weights.gradient_scale))
                         with RaisedIn(self._place("backward", m)):
                             torch.autograd.backward(each.tensors)
@@ -267,10 +277,13 @@ class HostRunner(Runner):
                 output = self.tree.run(*copies)
             except Exception as error:
                 if microbatch is not None and own is None:  # one of several
-                    note_cut(error)
+                    self._by_pieces.note_failed(error, microbatch)
                 raise
         self._hand_back(before, copies, own, output)
         return output
+
+    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_tree(args, kwargs, RoundPipeRunConfig(), IN_ONE_PIECE, (args, kwargs), 0)
 
     def _place(self, phase: str, microbatch: int | None) -> Callable[[BaseException], str]:
         """Says where in code on the host an exception was raised."""

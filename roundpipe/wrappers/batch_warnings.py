@@ -18,6 +18,7 @@ from roundpipe.core.layers import LayerChain, Mixing
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 from roundpipe.runtime.microbatch.merge import is_function
+from roundpipe.runtime.microbatch.split import batch_size
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
@@ -57,7 +58,13 @@ class BatchWarnings:
         self._name = name
         self._has_warned_of: set[_Subject] = set()
         self._runs_whole = False
-        """Whether the model could not run a piece of a batch."""
+        """Whether the model could not run a piece of a batch, whatever its size."""
+        self._too_few = 0
+        """Samples of the largest piece that was too small to run."""
+        self._most_cut = 0
+        """Samples of the largest piece of a batch that was cut."""
+        self._is_unclear = False
+        """Whether nothing tells if the model's code mixes samples."""
         self._num_read = 0
         """Calls whose scalars were read from a device."""
 
@@ -129,6 +136,13 @@ class BatchWarnings:
                 return config
         return config.in_one_piece()
 
+    def whole_if_small(self, config: ResolvedConfig, args: Any, kwargs: Any) -> ResolvedConfig:
+        """The config for a call, which by default cuts no batch into pieces that are too small to run."""
+        if self._too_few and self.may_choose(config) and (size := batch_size(args, kwargs, config)) is not None:
+            if size // min(config.num_microbatch, size) <= self._too_few:
+                return config.in_one_piece()
+        return config
+
     def _warn_of_mixing(self, config: ResolvedConfig, where: str) -> None:
         if config.is_number_given:
             text = (
@@ -178,32 +192,50 @@ class BatchWarnings:
         return config if given else config.in_one_piece()
 
     def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str | None]) -> ResolvedConfig:
-        """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells."""
+        """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells.
+
+        Of the latter `note_cut` warns.
+        """
         if config.split_input is not None or config.num_microbatch == 1 and not config.auto:
             return config
         where, may_choose = find(), self.may_choose(config)
         if where:
             self._warn_of_mixing(config, where)
             return config.in_one_piece() if may_choose else config
-        if where is None and may_choose:
-            self._warn_once(
-                "mixing",
-                "nothing tells whether its code mixes the samples of a batch, as a mean over the batch does, since it "
-                "can't be tried out. The batch is cut all the same. If it does, set num_microbatch=1; if it does not, "
-                "give the number of microbatches, and this is not said",
-            )
+        self._is_unclear = where is None and may_choose
         return config
 
     def may_choose(self, config: ResolvedConfig) -> bool:
         """Whether nobody has said how batches are cut, or into how many microbatches."""
         return config.split_input is None and not config.is_number_given
 
-    def run_whole(self, error: OnlyWholeError) -> None:
-        """Have batches run in one piece from now on, since a piece has raised this."""
+    def run_whole(self, error: OnlyWholeError, sizes: Sequence[int] | None) -> None:
+        """Have batches run in one piece from now on, since a piece has raised this, of so many samples each.
+
+        Only those with pieces as small, if that may be why: it has one sample, or larger ones have run.
+        """
+        number, most = error.num_samples, max([self._most_cut, *(sizes or ())])
+        if number is not None and (number == 1 or number < most):
+            self._too_few = max(self._too_few, number)
+            samples = "1 sample" if number == 1 else f"{number} samples"
+            warn(
+                f"{self._name}: the model can't run a piece of {samples} by itself ({_words_of(error)}), but the whole "
+                "batch. So a batch with such a piece is not cut but runs as one microbatch"
+            )
+            return
         self._runs_whole = True
-        warn_of_whole(
-            self._name, error, "Where images belong to texts, say, split_input can tell how: see docs/models.md"
-        )
+        warn_of_whole(self._name, error, "If it can be cut in another way, split_input can say how")
+
+    def note_cut(self, sizes: Sequence[int] | None) -> None:
+        """Take note that the pieces of a batch, of so many samples each, can run by themselves."""
+        self._most_cut = max([self._most_cut, *(sizes or ())])
+        if self._is_unclear:
+            self._warn_once(
+                "mixing",
+                "nothing tells whether its code mixes the samples of a batch, as a mean over the batch does, since it "
+                "can't be tried out. The batch is cut all the same. If it does, set num_microbatch=1; if it does not, "
+                "give the number of microbatches, and this is not said",
+            )
 
     def _warn_once(self, subject: _Subject, text: str) -> None:
         if subject not in self._has_warned_of:
@@ -281,11 +313,14 @@ class BatchWarnings:
 
 def warn_of_whole(name: str, error: OnlyWholeError, advice: str) -> None:
     """Say that batches run in one piece from now on, since a piece of one has raised this."""
-    words = shortened(said(error).partition("\n")[0], 200)
     warn(
-        f"{name}: the model can't run a piece of a batch by itself ({words}), but the whole batch. So batches are not "
-        f"cut from now on but run as one microbatch. {advice}"
+        f"{name}: the model can't run a piece of a batch by itself ({_words_of(error)}), but the whole batch. So "
+        f"batches are not cut from now on but run as one microbatch. {advice}"
     )
+
+
+def _words_of(error: OnlyWholeError) -> str:
+    return shortened(said(error).partition("\n")[0], 200)
 
 
 def _is_scalar(value: Any) -> bool:

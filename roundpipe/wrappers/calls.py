@@ -31,7 +31,7 @@ from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import OutputLayout, merge
-from roundpipe.runtime.microbatch.split import batch_size, split
+from roundpipe.runtime.microbatch.split import EarlierCalls, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
@@ -74,8 +74,7 @@ class ChainRunner(Runner):
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
         self.hook_warnings = HookWarnings(self.model)
-        self._shared: dict[str, set[int]] = {}
-        """See `split`."""
+        self._earlier = EarlierCalls()
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -283,9 +282,10 @@ class ChainRunner(Runner):
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, label)
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self._known_chain)
+        config = self._batch_warnings.whole_if_small(config, args, kwargs)
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
-        again = functools.partial(self._calls, args, kwargs, config, *rest, is_evaluation=is_evaluation)
-        pieces = split(args, kwargs, label, config, self._shared, warns=False)
+        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, is_evaluation=is_evaluation)
+        pieces = split(args, kwargs, label, config, self._earlier, warns=False)
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # which needs no weights
@@ -320,7 +320,7 @@ class ChainRunner(Runner):
         except OnlyWholeError as error:
             if not may_choose:
                 raise
-            self._batch_warnings.run_whole(error)
+            self._batch_warnings.run_whole(error, pieces.sizes)
             return again()
         if calls is None:
             self.last_chain = None
@@ -330,6 +330,8 @@ class ChainRunner(Runner):
                 self.last_chain = self._known_chain = call.chain
                 return again()
         pieces.warn()
+        if number > 1:
+            self._batch_warnings.note_cut(pieces.sizes)
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = self._known_chain = calls[-1].chain
         return calls, options

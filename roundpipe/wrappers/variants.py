@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from roundpipe.core.errors import note_cut
+from roundpipe.core.errors import OnlyWholeError, note_cut
 from roundpipe.core.layers import (
     Carry,
     ChainSource,
@@ -156,6 +156,11 @@ def chains_of(source: ChainSource, pieces: Split, **ways: bool) -> tuple[list[La
         try:
             chain = source.chain_for(args, kwargs, chains[-1] if chains else None, batch, **ways)
         except Exception as error:
+            if isinstance(error, OnlyWholeError) and error.__cause__ is not None:
+                if not ways.get("or_whole") and (own := error.__cause__.__cause__) is not None:
+                    note_cut(own, pieces.num_microbatches, runs_whole=True)
+                    raise own from None
+                error.num_samples = None if pieces.sizes is None else pieces.sizes[index]
             if pieces.num_microbatches > 1:
                 note_cut(error, pieces.num_microbatches)
             raise

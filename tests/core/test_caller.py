@@ -55,7 +55,7 @@ def line_of(function: Any) -> int:
     return first + next(index for index, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
 
-@pytest.fixture(scope="module", params=["traced", "by children", "module by module"])
+@pytest.fixture(params=["traced", "by children", "module by module"])
 def model(request: pytest.FixtureRequest) -> Iterator[roundpipe.RoundPipe]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 4))

@@ -16,6 +16,10 @@ _STAYS_WHOLE = (
     "ove this code into a submodule with a forward of its own, which then stays whole, as one layer, while the "
     "rest is cut."
 )
+_PADDED = (
+    "Run so, it gives the right numbers. To have it cut into layers, give a recurrent module that goes forward only "
+    "the padded batch, and take its outputs where sequences end: outputs[torch.arange(len(x)), lengths - 1]."
+)
 _ONLY_OBSERVED = "If it is only looked at, keep activation.detach()."
 
 _NUMPY = (
@@ -104,6 +108,8 @@ def advice(cause: TraceCause, facts: TraceFacts) -> str:
     """What to write instead of what stands in the way, in a sentence or two."""
     if cause is TraceCause.ACTIVATION_HOOKED:
         return _ONLY_OBSERVED
+    if cause is TraceCause.PACKED_SEQUENCE:
+        return _PADDED
     words = _BY_CAUSE.get(cause, "")
     if cause is TraceCause.ACTIVATION_LEFT or cause is TraceCause.STATE and facts.attribute:
         words = _BY_CAUSE[TraceCause.ACTIVATION_LEFT].format(facts.attribute) if facts.attribute else ""

@@ -19,9 +19,11 @@ import sympy
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.nn.utils.rnn import PackedSequence
 
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
+from roundpipe.core.errors import TraceCause
 from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph.nodes import number_of_input
 from roundpipe.fx.graph.traced import OutputValue
@@ -48,8 +50,8 @@ DATA_READS = frozenset(
 _INPUTS = (torch.Tensor, *Symbolic)
 
 Meta = Callable[[], dict[str, Any]]
-Untraced = Callable[[str, torch.Tensor | None], BaseException]
-"""The exception to raise for a value that no node makes, given in words, with the tensor if it is one."""
+Untraced = Callable[..., BaseException]
+"""The exception to raise for a value that no node makes, given in words, with the tensor if it is one; and a cause."""
 
 
 class GraphBuilder:
@@ -184,6 +186,9 @@ class GraphBuilder:
             return self.tensor_argument(value)
         if isinstance(value, Symbolic):
             return self.size_argument(value)
+        if isinstance(value, PackedSequence):
+            words = "a module is given a PackedSequence, whose sizes are data: how many sequences go on at each step"
+            raise self._untraced(words, None, TraceCause.PACKED_SEQUENCE)
         if isinstance(value, tuple):
             items = [self.argument(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

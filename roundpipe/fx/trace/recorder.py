@@ -391,10 +391,10 @@ class CallRecorder(TorchFunctionMode):
             with self.pause():
                 self.record(func, args, kwargs, out, written_by(func, args, kwargs), random)
 
-    def untraced(self, words: str, tensor: torch.Tensor | None = None) -> Retry:
+    def untraced(self, words: str, tensor: Any = None, cause: TraceCause = TraceCause.UNTRACED_VALUE) -> Retry:
         """What ends the attempt when a value is used that nothing recorded made."""
         leaf = None if tensor is None else self.findings.born_in.get(tensor)
         if leaf is None:
-            return self.give_up(TraceError(words, TraceCause.UNTRACED_VALUE))
+            return self.give_up(TraceError(words, cause))
         words = f"a tensor made inside {leaf} is used outside, but {leaf} did not return it"
         return Retry(TraceError(words, TraceCause.UNTRACED_VALUE), leaf, Decision.DESCEND, hands_on=True)

@@ -81,21 +81,31 @@ class Split:
         return dataclasses.replace(call or RoundPipeRunConfig(), **options)
 
 
+@dataclass(slots=True)
+class EarlierCalls:
+    """What the calls of one model so far have shown."""
+
+    shared: dict[str, set[int]] = field(default_factory=dict)
+    """Lengths of tensors that every microbatch of a call got all of, by name: a table of classes is none of the
+    samples' when a batch happens to be as long."""
+    told: set[str] = field(default_factory=set)
+    """Of what was warned."""
+
+
 def split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     label: Any,
     config: ResolvedConfig,
-    shared: dict[str, set[int]] | None = None,
+    earlier: EarlierCalls | None = None,
     *,
     warns: bool = True,
 ) -> Split:
     """The microbatches of one call: views of its tensors (or themselves, where replicated), and what to wait for.
 
-    Of the config, ``num_microbatch``, ``split_input`` and ``split_label`` are read. ``shared`` has lengths of tensors
-    that every microbatch of an earlier call got all of, by name, and takes in those of this one: a table of classes is
-    none of the samples' when a batch happens to be as long. A `MicrobatchError` for an empty batch, a spec that does
-    not fit, or a function that returns something unusable.
+    Of the config, ``num_microbatch``, ``split_input`` and ``split_label`` are read. ``earlier`` takes in what this call
+    shows. A `MicrobatchError` for an empty batch, a spec that does not fit, or a function that returns something
+    unusable.
     """
     inputs = (tuple(args), dict(kwargs))
     batches: Sequence[Inputs] | None = None
@@ -107,8 +117,8 @@ def split(
     else:
         specs = _specs_of(config)
         division = _divide(inputs, specs, config.num_microbatch)
-        if shared is not None:
-            division.shared = shared
+        if earlier is not None:
+            division.earlier = earlier
         pieces = division.split(inputs, specs, ())
         if len(pieces) > 1 and not packed_leaves(inputs):
             batches = [inputs] * len(pieces)
@@ -134,8 +144,7 @@ class Division:
     """What each microbatch has to wait for."""
     whole: list[str] = field(init=False, default_factory=list)
     """Leaves that the automatic rule could not split though they have a dim 0."""
-    shared: dict[str, set[int]] = field(init=False, default_factory=dict)
-    """Lengths of such, of this call and earlier ones, by name."""
+    earlier: EarlierCalls = field(init=False, default_factory=EarlierCalls)
     lists: list[str] = field(init=False, default_factory=list)
     """Lists with an entry for each sample, as it seems, which every microbatch gets all of."""
 
@@ -195,11 +204,11 @@ class Division:
             return cut(value, self.sizes_for(size), spec.split_dim, name)
         if value.ndim == 0 or number == 1:
             return [value] * number
-        length, known = value.size(0), self.shared.get(name, ())
+        length, known = value.size(0), self.earlier.shared.get(name, ())
         if self.sizes is None or length != sum(self.sizes) or length in known:
             self.whole.append(name)
             if self.sizes is not None:
-                self.shared.setdefault(name, set()).add(length)
+                self.earlier.shared.setdefault(name, set()).add(length)
             return [value] * number
         return cut(value, self.sizes, 0, name)
 
@@ -237,7 +246,8 @@ class Division:
 
     def warn(self) -> None:
         number = self.num_microbatches
-        if self.num_missing:
+        if self.num_missing and "few samples" not in self.earlier.told:
+            self.earlier.told.add("few samples")
             has, runs = ("1 sample", "1 microbatch") if number == 1 else (f"{number} samples", f"{number} microbatches")
             warn(f"the batch has {has}, so it runs as {runs} instead of {number + self.num_missing}")
         if self.whole:
