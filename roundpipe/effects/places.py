@@ -81,6 +81,11 @@ def is_library(owner: Any) -> bool:
     return package_of(owner) in _LIBRARIES and not any(owner is each for each in _OF_USERS)
 
 
+def is_layer_of_torch(kind: type) -> bool:
+    """Whether a class is one of torch's own layers."""
+    return kind.__module__.startswith("torch.nn.modules.")
+
+
 def is_of_packages(owner: Any) -> bool:
     """Whether a class, function or imported file is of Python, or of a package that was installed."""
     package = package_of(owner)

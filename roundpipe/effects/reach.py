@@ -24,7 +24,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.effects import places
-from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
+from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_layer_of_torch, is_library
 from roundpipe.effects.uses import (
     OPERATORS,
     CodeUses,
@@ -134,7 +134,7 @@ class StateWalk:
         kinds = {type(module) for module in modules}
         self._names: frozenset[str] = frozenset().union(*(uses_of_forward(kind).reads for kind in kinds))
         self._names |= uses_of_properties(kinds, self._names).reads
-        passed_over = {kind for kind in kinds if _is_layer_of_torch(kind)}
+        passed_over = {kind for kind in kinds if is_layer_of_torch(kind)}
         visited: set[type] = set()
         for module in modules:
             if (kind := type(module)) not in passed_over:
@@ -396,9 +396,5 @@ class StateWalk:
         self._visit_named(own, way, self._names | uses_of_forward(type(module)).reads)
         for name, child in module._modules.items():
             self._visit(child, way.to(f"{way.words}.{name}", is_read=True))
-        if not _is_layer_of_torch(type(module)):
+        if not is_layer_of_torch(type(module)):
             self._visit_class(type(module), way)
-
-
-def _is_layer_of_torch(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.modules.")
