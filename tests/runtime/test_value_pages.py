@@ -77,6 +77,20 @@ def test_pages_are_used_again_once_no_copy_uses_them(host: Host) -> None:
     assert host.sizes == [SIZE, SIZE]
 
 
+def test_pages_that_were_used_last_come_first(host: Host) -> None:
+    """However many others lie there from busier times."""
+    values = [host.pages.take(SIZE) for _ in range(4)]
+    while values:
+        address = values.pop().data_ptr()
+    for copies in host.copies:
+        copies.done = True
+    for _ in range(3):
+        value = host.pages.take(SIZE)
+        assert value.data_ptr() == address
+        del value
+        host.copies[-1].done = True
+
+
 def test_views_keep_pages_whatever_became_of_the_buffer(host: Host) -> None:
     view = host.pages.take(SIZE).view(torch.bfloat16).as_strided((8, 4), (1, 8))[3:]
     gc.collect()

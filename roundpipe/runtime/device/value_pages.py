@@ -68,17 +68,17 @@ class ValuePages:
             return sum(pages.num_bytes for pages, _ in idle) - sum(pages.num_bytes for pages, _ in self._idle)
 
     def _take_idle(self, num_bytes: int) -> Pages | None:
-        """The smallest that suit, if there are any."""
+        """The smallest that suit, of these the ones used last, if there are any."""
         with self._lock:
             self._collect()
             sizes = [
-                (pages.num_bytes, position)
+                (pages.num_bytes, -position)
                 for position, (pages, _) in enumerate(self._idle)
                 if num_bytes <= pages.num_bytes <= LARGEST_FACTOR * num_bytes
             ]
-            for _, position in sorted(sizes):
-                if _are_done(self._idle[position][1]):
-                    return self._idle.pop(position)[0]
+            for _, before in sorted(sizes):
+                if _are_done(self._idle[-before][1]):
+                    return self._idle.pop(-before)[0]
         return None
 
     def _collect(self) -> None:
