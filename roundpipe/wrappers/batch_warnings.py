@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
@@ -24,6 +25,7 @@ MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _Subject = Literal["buffers", "evaluation", "lists", "mixing", "rows", "scalars"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
@@ -65,6 +67,7 @@ class BatchWarnings:
         """Samples of the largest piece of a batch that was cut."""
         self._is_unclear = False
         """Whether nothing tells if the model's code mixes samples."""
+        self._has_looked_at_norms = False
         self._num_read = 0
         """Calls whose scalars were read from a device."""
 
@@ -225,6 +228,18 @@ class BatchWarnings:
             return
         self._runs_whole = True
         warn_of_whole(self._name, error, "If it can be cut in another way, split_input can say how")
+
+    def look_at_norms(self, model: nn.Module, config: ResolvedConfig, number: int) -> None:
+        """Before the first batch that is cut in training, into a number of pieces that nobody has given."""
+        if self._has_looked_at_norms or number == 1 or not model.training or not self.may_choose(config):
+            return
+        self._has_looked_at_norms = True
+        if any(isinstance(module, _BATCH_NORMS) and module.training for module in model.modules()):
+            warn(
+                f"{self._name}: its BatchNorm layers take their statistics over each of {number} microbatches, as "
+                "where gradients are accumulated, and not over the batch. num_microbatch=1 takes them over the batch; "
+                "a number that you give says that microbatches are meant"
+            )
 
     def note_cut(self, sizes: Sequence[int] | None) -> None:
         """Take note that the pieces of a batch, of so many samples each, can run by themselves."""

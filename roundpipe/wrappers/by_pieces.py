@@ -87,6 +87,7 @@ class ByPieces:
             self._failed = None
         else:
             pieces.warn()
+            self.warnings.look_at_norms(self.model, config, pieces.num_microbatches)
             self.warnings.note_cut(pieces.sizes)
             self._smallest[mode] = min(smallest, self._smallest.get(mode, smallest))
             return result

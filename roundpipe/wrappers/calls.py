@@ -331,6 +331,7 @@ class ChainRunner(Runner):
                 return again()
         pieces.warn()
         if number > 1:
+            self._batch_warnings.look_at_norms(self.model, config, number)
             self._batch_warnings.note_cut(pieces.sizes)
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = self._known_chain = calls[-1].chain
