@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -137,3 +138,53 @@ def test_code_that_uses_something_up_is_not_tried_out(number: int | None) -> Non
     _, told = train(model, number)
     assert next(model.scales) == 4  # each microbatch took one, and nothing else did
     assert any("nothing tells whether its code mixes the samples" in each for each in told) is (number is None), told
+
+
+class TimeFirst(nn.Module):
+    """A language model with time in dimension 0, whose mask stays for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head, self.mask = nn.Embedding(20, 8), nn.Linear(8, 20), None
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or len(self.mask) != len(ids):
+            self.mask = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
+        out: torch.Tensor = self.head(self.encoder(self.embedding(ids), src_mask=self.mask))
+        return out
+
+
+class TimeFirstInTurn(TimeFirst):
+    """Uses something up, so that it is not tried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.repeat(1.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * next(self.scales)
+
+
+@pytest.mark.parametrize("number", [None, 4])
+@pytest.mark.parametrize("kind", [TimeFirst, TimeFirstInTurn])
+def test_time_in_dimension_0(kind: type[TimeFirst], number: int | None) -> None:
+    """Also where nothing tells that it is time, since the code is not tried out."""
+    model, ids = kind(), torch.randint(20, (12, 6))
+    expected = model(ids)
+    model.mask = None
+    config = RoundPipeRunConfig(num_microbatch=number)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=config) as pipe:
+            out = pipe(ids)
+    said = [str(warning.message) for warning in caught]
+    (text,) = [text for text in said if "batch_first=False" in text or "mixes the samples of a batch" in text]
+    if number is None:
+        torch.testing.assert_close(out, expected)
+        assert "runs as one microbatch" in text
+    elif kind is TimeFirst:
+        assert "mask is used, which an earlier call of the forward has left there" in said[0]
+        assert "Each of the 4 microbatches has only its own samples there" in text
+    else:
+        assert "is cut along dimension 0 all the same" in text

@@ -111,7 +111,7 @@ class HostRunner(Runner):
         if not splits_inside:
             config = self._batch_warnings.whole_if_unclear(config, args, kwargs)
             config = self._batch_warnings.whole_if_needed(config, self.parts.cause)
-            config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
+            config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs), self.model)
 
         def kept(output: Any) -> Any:
             """What a run returned, in containers of its own: code may fill the same ones in the next run."""
@@ -156,7 +156,7 @@ class HostRunner(Runner):
             )
         config = self._batch_warnings.whole_if_unclear(config, args, kwargs, training.label)
         config = self._batch_warnings.whole_if_needed(config, self.parts.cause, has_loss=True)
-        config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs))
+        config = self._batch_warnings.whole_if_mixed(config, lambda: self._where_mixed(args, kwargs), self.model)
         run = functools.partial(self._train, training, config)
         return self._by_pieces.run(run, config, args, kwargs, training.label, training.loss_fn)
 

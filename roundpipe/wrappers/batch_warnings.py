@@ -53,6 +53,11 @@ _HOW_MIXED: dict[Mixing | None, str] = {
 """A scalar among the outputs."""
 
 
+def _may_take_time_first(module: nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return is_torchs and getattr(module, "batch_first", True) is False
+
+
 class BatchWarnings:
     """Looks at the calls of one model."""
 
@@ -194,16 +199,29 @@ class BatchWarnings:
             return config
         return config if given else config.in_one_piece()
 
-    def whole_if_mixed(self, config: ResolvedConfig, find: Callable[[], str | None]) -> ResolvedConfig:
+    def whole_if_mixed(
+        self, config: ResolvedConfig, find: Callable[[], str | None], model: nn.Module
+    ) -> ResolvedConfig:
         """The same where its code mixes samples, which ``find`` tells in words, if it does; None: nothing tells.
 
-        Of the latter `note_cut` warns.
+        Then a batch is whole if some module may take dimension 0 as time; else `note_cut` warns.
         """
         if config.split_input is not None or config.num_microbatch == 1 and not config.auto:
             return config
         where, may_choose = find(), self.may_choose(config)
         if where:
             self._warn_of_mixing(config, where)
+            return config.in_one_piece() if may_choose else config
+        if where is None and (who := next(filter(_may_take_time_first, model.modules()), None)) is not None:
+            text = "The batch is cut along dimension 0 all the same; with num_microbatch=1 it is not"
+            if may_choose:
+                text = "So the batch is not cut but runs as one microbatch. If dimension 0 counts the samples, give "
+                text += "num_microbatch"
+            self._warn_once(
+                "mixing",
+                f"a {type(who).__name__} has batch_first=False, and nothing tells whether dimension 0 of the batch is "
+                f"its time, since the forward can't be tried out. {text}",
+            )
             return config.in_one_piece() if may_choose else config
         self._is_unclear = where is None and may_choose
         return config

@@ -25,7 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import TraceCause
 from roundpipe.fx.fakes import is_fake
-from roundpipe.fx.graph.nodes import number_of_input
+from roundpipe.fx.graph.nodes import hint, number_of_input
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
@@ -226,7 +226,9 @@ class GraphBuilder:
                 raise self._untraced(f"{name} is read, in whose place another tensor is for now", tensor)
             return self.attribute(name, tensor)
         if is_fake(tensor):
-            shape = ", ".join(map(str, tensor.shape))
+            if place := self._place_of(tensor):
+                raise self._untraced(f"{place} is used, which an earlier call of the forward has left there", tensor)
+            shape = ", ".join(str(hint(size)) for size in tensor.shape)
             form = f"a tensor of shape ({shape}) and dtype {tensor.dtype}"
             raise self._untraced(f"{form} is used, but nothing that was recorded made it", tensor)
         if tensor.requires_grad:
@@ -240,6 +242,12 @@ class GraphBuilder:
             self._constant_names[tensor] = name
             self.traced.constants[name] = tensor
         return self.attribute(self._constant_names[tensor], tensor)
+
+    def _place_of(self, tensor: torch.Tensor) -> str:
+        """The attribute of a module that holds a tensor, in words; empty if none does."""
+        held = ((module, name) for module in self.world.twin.modules() for name in vars(module))
+        places = (f"{type(module).__name__}.{name}" for module, name in held if vars(module)[name] is tensor)
+        return next(places, "")
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
         if name not in self._attributes:
