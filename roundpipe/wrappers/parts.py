@@ -204,7 +204,7 @@ class Part:
         self.why_on_host = why
         if self.make_inner is not None and any(inner is not self.module for inner in hooked_modules(self.module)):
             self._inner = self.make_inner()  # since it was chosen, modules in it have got hooks, which run around parts
-        else:
+        elif why != RETURNS_ARGUMENTS or next(self.module.parameters(), None) is not None:  # else it computes nothing
             warn(f"{self.name} runs on the CPU from now on: {why}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
