@@ -105,7 +105,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         self._pipe: RoundPipe | None = None
         self._kept: list[tuple[dict[str, Any], Any]] = []
         self._calls_model_once = True
-        self._runs_whole = False
+        self._runs_whole = self._is_told_of_whole = False
         """Whether the model could not run a piece of a batch."""
         self._kinds: dict[tuple[bool, bool], LossKind] = {}
         self._loss_lock = threading.Lock()
@@ -225,9 +225,13 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         try:
             return run()
         except OnlyWholeError as error:
-            self._runs_whole = True
-            warn_of_whole(type(self).__name__, error, "per_device_train_batch_size sets how much runs at once")
-            return run()
+            kind, is_small = type(self).__name__, error.num_samples == 1  # as of the last batch of an epoch
+            if not self._is_told_of_whole:
+                warn_of_whole(kind, error, "per_device_train_batch_size sets how much runs at once", is_small=is_small)
+            self._runs_whole = self._is_told_of_whole = True
+            result = run()
+            self._runs_whole = not is_small
+            return result
 
     def _run_all(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
         if self._calls_model_once:

@@ -238,14 +238,10 @@ class BatchWarnings:
         number, most = error.num_samples, max([self._most_cut, *(sizes or ())])
         if number is not None and (number == 1 or number < most):
             self._too_few = max(self._too_few, number)
-            samples = "1 sample" if number == 1 else f"{number} samples"
-            warn(
-                f"{self._name}: the model can't run a piece of {samples} by itself ({_words_of(error)}), but the whole "
-                "batch. So a batch with such a piece is not cut but runs as one microbatch"
-            )
+            warn_of_whole(self._name, error, "", is_small=True)
             return
         self._runs_whole = True
-        warn_of_whole(self._name, error, "If it can be cut in another way, split_input can say how")
+        warn_of_whole(self._name, error, "If it can be cut in another way, split_input can say how", is_small=False)
 
     def look_at_norms(self, model: nn.Module, config: ResolvedConfig, number: int) -> None:
         """Before the first batch that is cut in training, into a number of pieces that nobody has given."""
@@ -344,12 +340,17 @@ class BatchWarnings:
         warn(f"output{trees.path_string(differing[0])} of {self._name} {text}")
 
 
-def warn_of_whole(name: str, error: OnlyWholeError, advice: str) -> None:
-    """Say that batches run in one piece from now on, since a piece of one has raised this."""
-    warn(
-        f"{name}: the model can't run a piece of a batch by itself ({_words_of(error)}), but the whole batch. So "
-        f"batches are not cut from now on but run as one microbatch. {advice}"
-    )
+def warn_of_whole(name: str, error: OnlyWholeError, advice: str, *, is_small: bool) -> None:
+    """Say that batches run in one piece from now on, since a piece of one has raised this.
+
+    ``is_small``: those that have such a piece, which has too few samples.
+    """
+    number, piece, text = error.num_samples, "a piece of a batch", "batches are not cut from now on but run"
+    if is_small:
+        piece = "a piece of 1 sample" if number == 1 else f"a piece of {number} samples"
+        text, advice = "a batch with such a piece is not cut but runs", ""
+    words = f"the model can't run {piece} by itself ({_words_of(error)}), but the whole batch"
+    warn(f"{name}: {words}. So {text} as one microbatch{advice and f'. {advice}'}")
 
 
 def _words_of(error: OnlyWholeError) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tests.integrations.trainers import VOCAB, bert, padded, texts, train_both
+from roundpipe.integrations.transformers import RoundPipeTrainer
+from tests.integrations.trainers import VOCAB, bert, make_trainer, padded, texts, train_both
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -62,3 +63,27 @@ def test_losses_that_are_weighed_as_in_the_plain_trainer(
         )
     said = [str(warning.message) for warning in caught]
     assert not [text for text in said if "added up" in text or "microbatches" in text]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.last(self.norm(self.first(x)))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_last_batch_with_too_few_samples_alone_is_not_cut(tmp_path: Path) -> None:
+    samples = [{"x": torch.randn(5), "labels": index % 3} for index in range(18)]
+    options = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "remove_unused_columns": False}
+    options |= {"train_dataset": samples, "data_collator": transformers.default_data_collator, "devices": 2}
+    trainer = make_trainer(RoundPipeTrainer, Normed(), tmp_path, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(warning.message) for warning in caught if "by itself" in str(warning.message)]
+    assert len(said) == 1 and "a batch with such a piece is not cut" in said[0]
+    assert int(trainer.model.norm.num_batches_tracked) == 3 * (3 + 3 + 1)
