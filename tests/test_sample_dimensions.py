@@ -294,3 +294,26 @@ def test_what_samples_share_is_not_cut_when_a_batch_is_as_long(make):
             x = torch.randn(length, 8, dtype=DTYPE)
             options = RoundPipeRunConfig(num_microbatch=3)
             torch.testing.assert_close(piped(x, prototypes, roundpipe_run_config=options), model(x, prototypes))
+
+
+class LanguageOfStates(nn.Module):
+    """Time is in dimension 0, and the state of the step before is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rnn, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8, 2), nn.Linear(8, 20)
+
+    def forward(self, ids, state):
+        out, state = self.rnn(self.embedding(ids), state)
+        return self.head(out), state
+
+
+def test_a_recurrent_state_as_argument_leaves_time_in_dimension_0():
+    model, ids = LanguageOfStates(), torch.randint(20, (7, 4))
+    state = torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+        with pytest.warns(
+            UserWarning, match="rnn, a LSTM with batch_first=False, takes dimension 0 of the batch as time"
+        ):
+            out, _ = pipe(ids, state)
+        torch.testing.assert_close(out, model(ids, state)[0])

@@ -79,14 +79,18 @@ def takes_samples_as_time(traced: TracedGraph) -> str:
 
     That is their default, and then a batch has its samples in dimension 1; or samples attend to each other.
     """
-    batch = _batch_symbols(traced)
-    for node in traced.graph.nodes if batch else ():
+    batch, samples = _batch_symbols(traced), arguments_of_samples(traced).values()
+    numbers = {hint(value.shape[0]) for value in samples}
+    for node in traced.graph.nodes if samples else ():
         if node.op != "call_module" or not node.all_input_nodes:
             continue
         leaf, value = traced.attribute(str(node.target)), value_of(node.all_input_nodes[0])
         is_torchs = type(leaf).__module__.startswith("torch.nn.")
         if is_torchs and any(getattr(module, "batch_first", True) is False for module in leaf.modules()):
-            if isinstance(value, torch.Tensor) and value.ndim and not batch.isdisjoint(_symbols(value.shape[0])):
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            symbols = _symbols(value.shape[0])
+            if batch & symbols or not (batch or symbols) and hint(value.shape[0]) in numbers:
                 return f"{node.target}, a {type(leaf).__name__} with batch_first=False,"
     return ""
 
