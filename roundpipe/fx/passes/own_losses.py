@@ -19,13 +19,15 @@ from roundpipe.core.layers import Mixing, OwnLoss
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import called_name, past_calls, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.argument_values import ArgumentValues, Count
+from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor
 from roundpipe.fx.passes.loss_terms import Combination, combination, weigh
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, symbols_in, symbols_of_samples
 from roundpipe.fx.passes.sample_mixing import mixing_of
 from roundpipe.fx.passes.sample_sums import SampleSum, sample_sums
 from roundpipe.fx.sizes import expression_of
 
+_LEAST_DIVISOR = 1e-4
+"""Of what code adds to a number of targets, in case there are none."""
 _CASTS = frozenset("to long int cpu detach clone".split())
 
 
@@ -69,9 +71,14 @@ def _combinations(
     for node in unknown if sums else ():
         parts = combination(traced, node, arguments, bent=bent, sums=sums)
         # what a sum is divided by, other than its number, only the whole batch tells
-        is_told = parts is not None and all(term.divisor is None for term in parts.terms.values())
+        is_told = parts is not None and all(_is_by_number(term.divisor) for term in parts.terms.values())
         found[node] = parts if is_told else None
     return found
+
+
+def _is_by_number(divisor: Divisor | None) -> bool:
+    """Whether a sum is divided by the number itself, but for what keeps code from dividing by 0."""
+    return divisor is None or all(abs(divisor(number) - number) <= _LEAST_DIVISOR for number in (1.0, 2.0, 1000.0))
 
 
 def output_sums(traced: TracedGraph) -> frozenset[trees.Path]:
