@@ -227,3 +227,41 @@ def test_a_mean_over_masked_pixels_is_that_of_the_batch(layers: list[nn.Module])
     torch.manual_seed(0)
     mask = torch.arange(8)[None, :, None] < torch.randint(1, 8, (NUMBER, 1, 8))
     check(OfPixels(copy.deepcopy(layers)), (torch.randn(NUMBER, 3, 8, 8), mask), None, own, 3, "mean")
+
+
+class OfPatches(OfPixels):
+    """The mask is of patches, of which the code knows how many there are."""
+
+    def forward(self, images: Tensor, mask: Tensor) -> Tensor:
+        pixels = mask.reshape(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).unsqueeze(1).contiguous()
+        losses = F.l1_loss(self.layers(images), images, reduction="none")
+        return (losses * pixels).sum() / (pixels.sum() + 1e-5) / 3
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_mean_over_masked_patches_is_that_of_the_batch(number: int) -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(NUMBER, 16) < torch.linspace(0.2, 0.9, NUMBER)[:, None]
+    args = torch.randn(NUMBER, 3, 8, 8), mask
+    check(OfPatches([nn.Conv2d(3, 3, 1)]), args, None, own, number, "mean")
+
+
+LEAST: dict[str, Callable[[Tensor], Any]] = {
+    "a small rest": lambda mask: mask.sum() + 1e-6,
+    "a least number": lambda mask: mask.sum().clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("num_masked", [0, 1, NUMBER])
+@pytest.mark.parametrize("by", LEAST.values(), ids=LEAST)
+def test_microbatches_without_targets_count_for_nothing(by: Callable[[Tensor], Any], num_masked: int) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return ((self.linear(x) - x).square().mean(-1) * mask).sum() / by(mask)
+
+    torch.manual_seed(0)
+    check(Masked(), (torch.randn(NUMBER, 6), torch.arange(NUMBER) < num_masked), None, own, 3, "mean")

@@ -59,18 +59,30 @@ def sample_sums(loss: TracedGraph, outputs: Collection[Node], whole: Collection[
         outputs: its arguments of the samples, such as what the model has made of them.
         whole: its arguments that each microbatch has as a whole.
     """
-    forms = _forms_of(loss)
+    found, has_run = _found(loss, _forms_of(loss), outputs, whole, (1, 2))
+    if not has_run:  # sizes of tokens are those of the example then, and others may be as large
+        found = _found(loss, _forms_of(loss, outputs), outputs, whole, (1,))[0] | found
+    return found
+
+
+def _found(
+    loss: TracedGraph, forms: Forms, outputs: Collection[Node], whole: Collection[Node], numbers: Collection[int]
+) -> tuple[dict[Node, SampleSum], bool]:
+    """Those that show in arguments of some forms, over so many leading dimensions; and whether all of it has run."""
     found: dict[Node, SampleSum] = {}
-    for number in (1, 2):
+    has_run = True
+    for number in numbers:
         for with_rows in _groups(forms, outputs, whole, number):
-            for node, each in _over(loss, forms, with_rows, number).items():
+            watch, values = _run(loss, forms, with_rows, number)
+            has_run &= all(node in values for node in loss.graph.nodes if node.op != "output")
+            for node, each in _over(watch, values, with_rows, number).items():
                 known = found.get(node, SampleSum(each.is_mean, ()))
                 if number == 1 and each.is_mean and not _has_alike(node, with_rows):
                     source = _averaged(node)
                     found[node] = replace(known, number=None if source is None else source.numel())
                 else:
                     found[node] = replace(known, counted=(*each.counted, *known.counted))
-    return found
+    return found, has_run
 
 
 def nodes_in_rows(loss: TracedGraph, outputs: Collection[Node], whole: Collection[Node]) -> set[Node]:
@@ -87,13 +99,17 @@ def nodes_in_rows(loss: TracedGraph, outputs: Collection[Node], whole: Collectio
     return found
 
 
-def _forms_of(loss: TracedGraph) -> Forms:
-    """Those of a graph's arguments, with a prime in place of each size that may be another one."""
+def _forms_of(loss: TracedGraph, outputs: Collection[Node] | None = None) -> Forms:
+    """Those of a graph's arguments, with a prime in place of each size that may be another one.
+
+    Or only of those that the ``outputs`` have in their first dimension, where code fits no other sizes.
+    """
     tensors = {node: value for node in loss.placeholders if isinstance(value := value_of(node), torch.Tensor)}
     shapes = {node: tuple(map(hint, tensor.shape)) for node, tensor in tensors.items()}
     fixed = {size for tensor in tensors.values() for size in tensor.shape if isinstance(size, int)}
     primes = (int(sympy.prime(position)) for position in itertools.count(int(sympy.primepi(_SMALLEST))))
-    varying = {size for shape in shapes.values() for size in shape if size > 1} - fixed
+    leading = [shapes[node][:1] for node in shapes if node in outputs] if outputs is not None else shapes.values()
+    varying = {size for shape in leading for size in shape if size > 1} - fixed
     sizes = dict(zip(sorted(varying), primes, strict=False))
     return {
         node: (tuple(sizes.get(size, size) for size in shape), tensors[node].dtype) for node, shape in shapes.items()
@@ -111,9 +127,10 @@ def _groups(
         yield tuple(node for node, (shape, _) in forms.items() if shape[:num_axes] == axes and node not in whole)
 
 
-def _over(loss: TracedGraph, forms: Forms, with_rows: tuple[Node, ...], num_axes: int) -> dict[Node, SampleSum]:
+def _over(
+    watch: RowWatch, values: Mapping[Node, Any], with_rows: tuple[Node, ...], num_axes: int
+) -> dict[Node, SampleSum]:
     """Those over the rows of some arguments, which are counted by their leading dimensions."""
-    watch, values = _run(loss, forms, with_rows, num_axes)
     of_calls = ((node, flat_tensors(value)) for node, value in values.items() if node.op.startswith("call_"))
     found = {node: watch.found(tensors[0]) for node, tensors in of_calls if len(tensors) == 1}
     counted = tuple((node, num_axes) for node in with_rows)
