@@ -345,11 +345,11 @@ def warn_of_whole(name: str, error: OnlyWholeError, advice: str, *, is_small: bo
 
     ``is_small``: those that have such a piece, which has too few samples.
     """
-    number, piece, text = error.num_samples, "a piece of a batch", "batches are not cut from now on but run"
+    number, what, text = error.num_samples, "a batch", "batches are not cut from now on but run"
     if is_small:
-        piece = "a piece of 1 sample" if number == 1 else f"a piece of {number} samples"
+        what = "1 sample" if number == 1 else f"{number} samples"
         text, advice = "a batch with such a piece is not cut but runs", ""
-    words = f"the model can't run {piece} by itself ({_words_of(error)}), but the whole batch"
+    words = f"the model can't run a piece of {what} by itself ({_words_of(error)}), but the whole batch"
     warn(f"{name}: {words}. So {text} as one microbatch{advice and f'. {advice}'}")
 
 
