@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -115,9 +116,8 @@ class HostRunner(Runner):
 
         def kept(output: Any) -> Any:
             """What a run returned, in containers of its own: code may fill the same ones in the next run."""
-            return trees.map_leaves(
-                output, lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf
-            )
+            made = trees.map_tensors(output, lambda tensor: tensor.to(config.output_device))
+            return copy.copy(made) if made is output and type(made) in (list, dict) else made
 
         with torch.set_grad_enabled(config.requires_grad):
             if splits_inside and config.split_input is None and config.merge_output is True:
