@@ -94,7 +94,7 @@ def test_by_default_numbers_are_eagers_and_the_reason_is_told(batch_first: bool,
         torch.testing.assert_close(gradients(model), gradients(reference))
     (why,) = (each for each in told if "can't be traced" in each)
     assert "given a PackedSequence, whose sizes are data" in why and "Node" not in why and "lengths - 1" in why
-    assert any("can't run a piece of a batch" in each for each in told) is not batch_first
+    assert any("batch_first=False, and nothing tells" in each for each in told) is not batch_first
 
 
 def test_what_the_reason_advises_is_cut_into_layers() -> None:
