@@ -58,7 +58,7 @@ class HookWarnings:
         self._looks: Counter[tuple[Any, int, bool, bool]] = Counter()
         """How often a forward hook or a loss was looked at: by its code, its place among those of it, and mode."""
         self._num_looks_at_backward = 0
-        self._look_behind_backward: Callable[[], None] = lambda: None
+        self._look_behind_backward: Callable[[], None] | None = None
         """The backward of a ``forward`` comes later: before the next call it is over."""
         self._told: dict[tuple[str, int, Any], Place] = {}
         """By identity."""
@@ -68,7 +68,7 @@ class HookWarnings:
         if has_backward:
             parameters = itertools.chain.from_iterable(calls[0].parameters)
             self.look(parameters, sum(call.num_microbatches for call in calls))
-        self._look_behind_backward()
+        self._end_backward()
         arguments = [pair for call in calls for pair in zip(call.args, call.kwargs, strict=True)]
         if has_backward and self._num_looks_at_backward < MOST_LOOKS:
             self._num_looks_at_backward += 1
@@ -79,9 +79,14 @@ class HookWarnings:
         def look_at_all() -> None:
             look()
             if calls[0].loss_fn is not None:
-                self._look_behind_backward()
+                self._end_backward()
 
         return look_at_all
+
+    def _end_backward(self) -> None:
+        look, self._look_behind_backward = self._look_behind_backward, None
+        if look is not None:
+            look()
 
     def begin_on_host(self, arguments: Sequence[Any], loss_fn: Any = None) -> Callable[[], None]:
         """The same of a whole model that runs on the host, given the arguments of microbatches."""

@@ -19,6 +19,7 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerSpec
+from roundpipe.core.random_state import generator_held
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer
@@ -49,11 +50,13 @@ def base_seed(drawing: Collection[int], specs: Sequence[LayerSpec], weights: Seq
     """
     if not drawing:
         return 0
-    before = torch.get_rng_state()
-    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     layers = ((specs[index], weights[index]) for index in drawing)
-    if not any(spec.draws_random or each.habits_of(each.modules).draws for spec, each in layers):
-        torch.set_rng_state(before)
+    stays = not any(spec.draws_random or each.habits_of(each.modules).draws for spec, each in layers)
+    with generator_held(torch.device("cpu")):
+        before = torch.get_rng_state()
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        if stays:
+            torch.set_rng_state(before)
     return seed
 
 
