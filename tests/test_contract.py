@@ -39,7 +39,6 @@ def test_every_row_has_tests_that_exist(row: str) -> None:
         assert name.startswith("test_") and name in names_in(f"tests/{file}"), test
 
 
-@pytest.mark.long
 def test_all_named_tests_are_collected() -> None:
     files = sorted({node.partition("::")[0] for node in node_ids()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", *files]
