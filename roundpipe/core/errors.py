@@ -90,14 +90,11 @@ def note_cut(
         cut = f"was called with one of the {number or 'several'} microbatches that the batch was cut into"
         of_loss = 'If it takes samples together, such as groups of answers, use loss_scope="batch" or num_microbatch=1'
         of_model = (
-            "along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a graph's "
-            "nodes and edges: use num_microbatch=1, or say by split_input how they are cut"
+            "along dimension 0, and can run the whole batch: use num_microbatch=1, or say by split_input how it is cut"
+            if runs_whole
+            else "along dimension 0. If it takes the batch as a whole, its arguments belong together, such as a "
+            "graph's nodes and edges: use num_microbatch=1, or say by split_input how they are cut"
         )
-        if runs_whole:
-            of_model = (
-                "along dimension 0, and can run the whole batch: use num_microbatch=1, or say by split_input how it is "
-                "cut"
-            )
         add_note(error, f"roundpipe: {f'loss_fn {cut}. {of_loss}' if is_of_loss else f'the model {cut}, {of_model}'}")
 
 

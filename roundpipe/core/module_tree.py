@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from roundpipe.core.attributes import given_attribute
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.storages import bytes_of
 
@@ -164,6 +165,11 @@ def training_bytes_of(module: nn.Module) -> int:
 def has_attention(module: nn.Module) -> bool:
     """Whether a model is likely to compute attention: some class of its modules has it in its name."""
     return any("attention" in type(each).__name__.lower() for each in modules_in(module))
+
+
+def puts_time_first(module: nn.Module) -> bool:
+    """Whether a module takes dimension 0 as time, as recurrent modules and attention of torch's do by default."""
+    return given_attribute(module, "batch_first") is False
 
 
 def common_path(names: Sequence[str]) -> list[str]:

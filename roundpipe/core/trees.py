@@ -41,17 +41,6 @@ class Access(NamedTuple):
 Path = tuple[Access, ...]
 
 
-def number_kind(value: Any) -> type[int] | type[float] | None:
-    """``int`` or ``float`` if a value is a number of Python's, or NumPy's of double precision, which is a float.
-
-    Truths are no numbers.
-    """
-    kind = type(value)
-    if kind is int or kind is float:
-        return kind
-    return float if isinstance(value, float) and kind.__module__ == "numpy" else None
-
-
 def path_string(path: Path) -> str:
     """A path as a user would write it, such as ``[0]['mask'].values``."""
     return "".join(f".{access.key}" if access.kind == "attribute" else f"[{access.key!r}]" for access in path)
@@ -151,10 +140,21 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """Types of leaves that are compared by what they are."""
 
 
+def number_kind(value: Any) -> type[int] | type[float] | None:
+    """``int`` or ``float`` if a value is a number of Python's, or NumPy's of double precision, which is a float.
+
+    Truths are no numbers.
+    """
+    kind = type(value)
+    if kind is int or kind is float:
+        return kind
+    return float if isinstance(value, float) and kind.__module__ == "numpy" else None
+
+
 def same(first: Any, second: Any) -> bool:
     """Whether two leaves are one object, or do the same wherever code finds them.
 
-    That are equal plain values, partial functions of the same, and handles of hooks, which tell nothing of these.
+    Equal plain values do, partial functions of the same, and handles of hooks, which tell nothing of the hooks.
     """
     if first is second:
         return True
@@ -163,14 +163,14 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, PLAIN):
         return bool(first == second)
     if type(first) is functools.partial:
-        pairs = zip((first.func, *first.args), (second.func, *second.args), strict=False)
-        has_same = len(first.args) == len(second.args) and first.keywords.keys() == second.keywords.keys()
-        return (
-            has_same
-            and all(same(*pair) for pair in pairs)
-            and all(same(value, second.keywords[name]) for name, value in first.keywords.items())
-        )
+        names, *parts = first.keywords.keys(), _parts_of(first), _parts_of(second)
+        return names == second.keywords.keys() and len(parts[0]) == len(parts[1]) and all(map(same, *parts))
     return type(first) is RemovableHandle
+
+
+def _parts_of(function: functools.partial[Any]) -> list[Any]:
+    """What a partial function is made of, keywords in the order of their names."""
+    return [function.func, *function.args, *(function.keywords[name] for name in sorted(function.keywords))]
 
 
 def gained(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> list[Path]:

@@ -16,6 +16,8 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
 from roundpipe.core.layers import LayerChain, Mixing
+from roundpipe.core.module_tree import puts_time_first
+from roundpipe.effects.places import is_layer_of_torch
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 from roundpipe.runtime.microbatch.merge import is_function
@@ -54,8 +56,7 @@ _HOW_MIXED: dict[Mixing | None, str] = {
 
 
 def _may_take_time_first(module: nn.Module) -> bool:
-    is_torchs = type(module).__module__.startswith("torch.nn.")
-    return is_torchs and getattr(module, "batch_first", True) is False
+    return is_layer_of_torch(type(module)) and puts_time_first(module)
 
 
 class BatchWarnings:

@@ -13,7 +13,7 @@ from roundpipe.core.attributes import given_attribute
 from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
-from roundpipe.core.module_tree import modules_in, weight_bytes_of
+from roundpipe.core.module_tree import modules_in, puts_time_first, weight_bytes_of
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.places import has_hooks
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
@@ -187,7 +187,7 @@ class _Walk:
         elif module not in self.on_host and (is_sequential(module) or self._is_one_layer(module)):
             options = choice.override_config.get(module, RoundPipeRunConfig())
             stays_whole = not is_sequential(module) and weight_bytes_of(module) < choice.lower_threshold
-            if stays_whole or _has_batch_elsewhere(module):
+            if stays_whole or any(map(puts_time_first, modules_in(module))):
                 options = overlaid(options, IN_ONE_PIECE)
             self.parts[module] = options
         elif self._may_be_traced(module):
@@ -248,7 +248,3 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _is_inplace_activation(module: nn.Module) -> bool:
     return given_attribute(module, "inplace") is True and next(module.parameters(), None) is None
-
-
-def _has_batch_elsewhere(module: nn.Module) -> bool:
-    return any(given_attribute(part, "batch_first") is False for part in modules_in(module))

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from roundpipe.integrations.transformers import RoundPipeTrainer
-from tests.integrations.trainers import VOCAB, bert, make_trainer, padded, texts, train_both
+from tests.integrations.trainers import VOCAB, bert, classified, make_trainer, padded, texts, train_both
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -39,13 +39,14 @@ def mixture() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def classes(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {**padded(samples), "labels": torch.tensor([int(sample["input_ids"].sum()) % 3 for sample in samples])}
-
-
 @pytest.mark.parametrize(
     ("make", "collate", "accumulated", "number"),
-    [(masked_model, padded, 1, "auto"), (masked_model, padded, 2, 1), (bert, classes, 2, 1), (mixture, padded, 2, 1)],
+    [
+        (masked_model, padded, 1, "auto"),
+        (masked_model, padded, 2, 1),
+        (bert, classified, 2, 1),
+        (mixture, padded, 2, 1),
+    ],
     ids=["masked, cut", "masked, accumulated", "classes, accumulated", "mixture, accumulated"],
 )
 def test_losses_that_are_weighed_as_in_the_plain_trainer(

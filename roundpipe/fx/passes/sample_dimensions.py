@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from roundpipe.core.module_tree import puts_time_first
 from roundpipe.core.trees import Path
+from roundpipe.effects.places import is_layer_of_torch
 from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.sizes import expression_of
@@ -79,18 +81,17 @@ def takes_samples_as_time(traced: TracedGraph) -> str:
 
     That is their default, and then a batch has its samples in dimension 1; or samples attend to each other.
     """
-    batch, samples = _batch_symbols(traced), arguments_of_samples(traced).values()
-    numbers = {hint(value.shape[0]) for value in samples}
-    for node in traced.graph.nodes if samples else ():
+    sizes = [value.shape[0] for value in arguments_of_samples(traced).values()]
+    batch = {symbol for size in sizes for symbol in _symbols(size)}
+    for node in traced.graph.nodes if sizes else ():
         if node.op != "call_module" or not node.all_input_nodes:
             continue
         leaf, value = traced.attribute(str(node.target)), value_of(node.all_input_nodes[0])
-        is_torchs = type(leaf).__module__.startswith("torch.nn.")
-        if is_torchs and any(getattr(module, "batch_first", True) is False for module in leaf.modules()):
-            if not isinstance(value, torch.Tensor) or not value.ndim:
-                continue
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            continue
+        if is_layer_of_torch(type(leaf)) and any(map(puts_time_first, leaf.modules())):
             symbols = _symbols(value.shape[0])
-            if batch & symbols or not (batch or symbols) and hint(value.shape[0]) in numbers:
+            if batch & symbols or not (batch or symbols) and hint(value.shape[0]) in map(hint, sizes):
                 return f"{node.target}, a {type(leaf).__name__} with batch_first=False,"
     return ""
 

@@ -45,7 +45,7 @@ def layer_seed(base_seed: int, layer_index: int, microbatch: int) -> int:
 def base_seed(drawing: Collection[int], specs: Sequence[LayerSpec], weights: Sequence[LayerWeights]) -> int:
     """A seed from torch's default generator, so that ``torch.manual_seed`` fixes it.
 
-    ``drawing`` are layers that may draw. If those with hooks are all, and their hooks have drawn nothing so far, the
+    ``drawing`` are layers that may draw. Where they may only through hooks, which have drawn nothing so far, the
     generator stays as it is: the caller draws the same as in eager mode.
     """
     if not drawing:
