@@ -177,12 +177,12 @@ class Place:
             str(name) for name in names if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
         ]
 
-    def changed_numbers(self) -> dict[Any, str]:
-        """By key, in words, Python numbers that are others now: what it holds itself, or items."""
-        if are_other_numbers(self.held, now := self.now()):
+    def changed_values(self, are_others: Callable[[Any, Any], bool]) -> dict[Any, str]:
+        """By key, in words, values that are others now: what it holds itself, or items."""
+        if are_others(self.held, now := self.now()):
             return {self.key: self.words}
         before, after = items_of(self.held), items_of(now)
-        keys = (key for key in before if key in after and are_other_numbers(before[key], after[key]))
+        keys = (key for key in before if key in after and are_others(before[key], after[key]))
         return {key: f"{key!r} of {self.words}" for key in keys}
 
     def gained_tensors_only(self) -> bool:

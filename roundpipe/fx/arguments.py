@@ -22,7 +22,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.effects.places import are_other_numbers, view_of
 from roundpipe.fx.sizes import Symbolic
-from roundpipe.fx.varying import NumberName, NumberPlace, may_vary
+from roundpipe.fx.varying import FoundName, ValuePlace, is_found, may_vary
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 ReadsNumbers = Callable[[Arguments, Arguments | None], Mapping[Any, Any]]
@@ -33,11 +33,11 @@ class CallForm:
     """The signature of one model's forward, which is looked at once.
 
     Args:
-        numbers: which the normal form has as further keyword arguments, with what they are now.
+        places: whose values the normal form has as further keyword arguments, as they are now.
     """
 
-    def __init__(self, model: nn.Module, numbers: Mapping[Any, NumberPlace] = MappingProxyType({})) -> None:
-        self.numbers = numbers
+    def __init__(self, model: nn.Module, places: Mapping[Any, ValuePlace] = MappingProxyType({})) -> None:
+        self.places = places
         self.reads: ReadsNumbers | None = None
         """Gives numbers that the model's code reads from data, which the normal form has, too."""
         self._signature: inspect.Signature | None = None
@@ -57,11 +57,11 @@ class CallForm:
             TypeError: they don't fit the signature, in Python's own words.
         """
         known = self._read_in(kwargs)
-        args, named = self._normalised(*without_numbers((args, kwargs)))
+        args, named = self._normalised(*without_found((args, kwargs)))
         if self.reads is None:
             return args, named
         if not known:
-            whole = None if batch is None else self._normalised(*without_numbers(batch))
+            whole = None if batch is None else self._normalised(*without_found(batch))
             known = dict(self.reads((args, named), whole))
         return args, {**named, **known}
 
@@ -73,12 +73,12 @@ class CallForm:
 
     def _read_in(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those of some keyword arguments that are numbers read from data."""
-        return {name: kwargs[name] for name in kwargs if isinstance(name, NumberName) and name not in self.numbers}
+        return {name: kwargs[name] for name in kwargs if isinstance(name, FoundName) and name not in self.places}
 
     def _normalised(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        numbers = {name: place.read() for name, place in self.numbers.items()}
+        found = {name: place.read() for name, place in self.places.items()}
         if self._signature is None:
-            return tuple(args), {**kwargs, **numbers}
+            return tuple(args), {**kwargs, **found}
         positional: list[Any] = []
         named: dict[str, Any] = {}
         given = [
@@ -99,13 +99,13 @@ class CallForm:
                 positional.append(value)
             elif value is not parameter.default:
                 named[parameter.name] = value
-        return tuple(positional), {**named, **numbers}
+        return tuple(positional), {**named, **found}
 
 
-def without_numbers(arguments: Arguments) -> Arguments:
+def without_found(arguments: Arguments) -> Arguments:
     """Of arguments in normal form, those that a call has."""
     args, kwargs = arguments
-    return args, {name: value for name, value in kwargs.items() if not isinstance(name, NumberName)}
+    return args, {name: value for name, value in kwargs.items() if not isinstance(name, FoundName)}
 
 
 class ArgumentForm:
@@ -177,9 +177,9 @@ def argument_words(path: trees.Path) -> str:
 
 
 def place_words(path: trees.Path) -> str:
-    """The same, told from a number that is none of a call's arguments."""
+    """The same, told from a value that is none of a call's arguments."""
     words = argument_words(path)
-    return words if len(path) > 1 and isinstance(path[1].key, NumberName) else f"argument {words}"
+    return words if is_found(path) else f"argument {words}"
 
 
 def _path_difference(before: list[trees.Path], now: list[trees.Path]) -> str:

@@ -40,7 +40,7 @@ from roundpipe.fx.trace.decisions import Learned, Need
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
-from roundpipe.fx.varying import Varied, is_number
+from roundpipe.fx.varying import Varied, is_value
 
 logger = logging.getLogger(__name__)
 
@@ -348,8 +348,8 @@ class TracedSource:
                 learned=self._learned,
             )
         traced.guards.restrict(reads)
-        if any(map(is_number, dynamic)) and not traced.numbers:
-            self.varying.close_numbers()
+        if any(map(is_value, dynamic)) and not traced.opens_values:
+            self.varying.close_values()
         if batch is not None and traced.guards.check(args, kwargs, batch=batch) is not None:
             own = {*needs, Need.OWN_NUMBERS}  # it does not serve the whole, so a piece decides by itself
             return self._graph_for(args, kwargs, None, own)

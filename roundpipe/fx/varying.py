@@ -1,11 +1,12 @@
-"""What of a call varies, and is open in a graph: sizes of its arguments, and numbers that code finds.
+"""What of a call varies, and is open in a graph: sizes of its arguments, and numbers and tensors that code finds.
 
-A graph takes such a number as an input, as if it were one more argument. The placeholder of a number stands for a
+A graph takes such a value as an input, as if it were one more argument. The placeholder of a number stands for a
 tensor of no dimensions, so that passes over graphs know tensors and symbolic sizes only; in a call it has the number.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from roundpipe.core import trees
-from roundpipe.effects.places import Place, View, items_of
+from roundpipe.effects.places import Place, View, are_other_numbers, items_of
 
 Dimension = tuple[trees.Path, int]
 """A dimension of an input: the path to its tensor, and which one; or a number among the arguments, see `NUMBER`."""
@@ -24,7 +25,14 @@ NUMBER = -1
 """In place of a dimension: it is the number at the path that varies."""
 
 
-_ABSENT = object()
+class _Absent:
+    """In a place that holds nothing."""
+
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_ABSENT = _Absent()
 
 
 def _item(owner: Any, key: Any) -> Any:
@@ -43,8 +51,33 @@ def _put_item(owner: Any, key: Any, value: Any) -> None:
 _ITEM = View("item", _item, _put_item)
 
 
-class NumberPlace:
-    """Where a model's code finds a number, other than in arguments: an attribute, an item, a variable.
+class ItemOfAttribute(NamedTuple):
+    """Key of what is in a container that is an attribute, and may be another container at each call."""
+
+    name: str
+    item: Any
+
+
+def _item_of_attribute(attributes: Any, key: ItemOfAttribute) -> Any:
+    return items_of(_item(attributes, key.name)).get(key.item, _ABSENT)
+
+
+def _put_item_of_attribute(attributes: Any, key: ItemOfAttribute, value: Any) -> None:
+    """The container stays as it is: a copy takes its place."""
+    container = attributes[key.name]
+    if isinstance(container, dict):
+        changed = copy.copy(container)
+        dict.__setitem__(changed, key.item, value)
+    else:
+        changed = type(container)(value if i == key.item else each for i, each in enumerate(container))
+    attributes[key.name] = changed
+
+
+_ITEM_OF_ATTRIBUTE = View("item", _item_of_attribute, _put_item_of_attribute)
+
+
+class ValuePlace:
+    """Where a model's code finds a number or a tensor, other than in arguments: an attribute, an item, a variable.
 
     Args:
         words: for the user.
@@ -59,16 +92,26 @@ class NumberPlace:
         self._owner, self._key, self._view = owner, key, view
 
     @classmethod
-    def changed_in(cls, place: Place) -> tuple[NumberPlace, ...]:
-        """What a variable, or a container in its items, has and is another number now."""
-        numbers, owner, view = place.changed_numbers(), place.owner, place.view
+    def changed_in(cls, place: Place) -> tuple[ValuePlace, ...]:
+        """What a variable, or a container in its items, has and is another number or tensor now."""
+        values, owner, view = place.changed_values(are_other_values), place.owner, place.view
         if view.is_variable:
-            return tuple(cls(words, owner, key, view) for key, words in numbers.items() if key == place.key)
+            return tuple(cls(words, owner, key, view) for key, words in values.items() if key == place.key)
         is_open = isinstance(owner, (dict, list, deque))
-        return tuple(cls(words, owner, key) for key, words in numbers.items() if is_open)
+        return tuple(cls(words, owner, key) for key, words in values.items() if is_open)
+
+    @classmethod
+    def in_attribute(cls, words: str, attributes: dict[str, Any], name: str, before: Any) -> tuple[ValuePlace, ...]:
+        """The attribute that held another value before, or items of the container that it is, as they can be inputs."""
+        if are_other_values(before, now := attributes.get(name)):
+            return (cls(words, attributes, name),)
+        held, items = items_of(before), items_of(now) if type(now) is type(before) else {}
+        others = (item for item in held if item in items and are_other_values(held[item], items[item]))
+        keys = (ItemOfAttribute(name, item) for item in others)
+        return tuple(cls(f"{key.item!r} of {words}", attributes, key, _ITEM_OF_ATTRIBUTE) for key in keys)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NumberPlace) and self.identity == other.identity
+        return isinstance(other, ValuePlace) and self.identity == other.identity
 
     def __hash__(self) -> int:
         return hash(self.identity)
@@ -77,12 +120,30 @@ class NumberPlace:
     def identity(self) -> tuple[int, Any]:
         return id(self._owner), self._key
 
+    @property
+    def of_attribute(self) -> tuple[tuple[int, str], int, Any] | None:
+        """Of an item of an attribute: the attribute's identity, that of the container it is now, and which item."""
+        if not isinstance(self._key, ItemOfAttribute):
+            return None
+        name, item = self._key
+        return (id(self._owner), name), id(_item(self._owner, name)), item
+
+    def held(self) -> Any:
+        """What is to be put back by `restore`: what is there, or the container that it is an item of."""
+        return _item(self._owner, self._key.name) if isinstance(self._key, ItemOfAttribute) else self.read()
+
+    def restore(self, held: Any) -> None:
+        if isinstance(self._key, ItemOfAttribute):
+            self._owner[self._key.name] = held
+        else:
+            self.put(held)
+
     def read(self) -> Any:
-        """What is there now; nobody's object if nothing is."""
+        """What is there now; an object of no other use if nothing is."""
         return self._view.read(self._owner, self._key)
 
     def put(self, value: Any) -> None:
-        """Put what was read, or a symbol for it, there."""
+        """Put what was read, or a symbol or fake for it, there."""
         self._view.write(self._owner, self._key, value)
 
 
@@ -111,45 +172,50 @@ class NumberRead(NamedTuple):
         return f"{self.function}() at {pathlib.PurePath(file).name}:{line}"
 
 
-Varying = Dimension | NumberPlace | NumberRead
+Varying = Dimension | ValuePlace | NumberRead
 
 
-def is_number(varying: Varying) -> bool:
-    """Whether it is a number, and no dimension."""
-    return isinstance(varying, (NumberPlace, NumberRead)) or varying[1] == NUMBER
+def is_value(varying: Varying) -> bool:
+    """Whether it is a number or a tensor, and no dimension."""
+    return isinstance(varying, (ValuePlace, NumberRead)) or varying[1] == NUMBER
 
 
 class Varied:
-    """What was seen to vary in the calls of a model, and is open in later traces."""
+    """What was seen to vary in the calls of a model, and is open in later traces.
 
-    def __init__(self) -> None:
+    ``takes_tensors``: whether tensors that code finds can be inputs, too.
+    """
+
+    def __init__(self, *, takes_tensors: bool = True) -> None:
         self._seen: dict[Varying, None] = {}
-        self._closes_reads = self._closes_numbers = False
+        self._can_be_input = can_be_input if takes_tensors else may_vary
+        self._closes_reads = self._closes_values = False
 
     def note(self, varying: Iterable[Varying], closes_reads: bool = False) -> None:
         """It has varied. ``closes_reads``: code needs what it reads from data as numbers."""
         self._closes_reads |= closes_reads
         self._seen = {each: None for each in (*self._seen, *varying) if not self._is_closed(each)}
 
-    def close_numbers(self) -> None:
-        """The model's code can't be traced with symbols in the place of numbers."""
-        self._closes_numbers = True
+    def close_values(self) -> None:
+        """The model's code can't be traced with symbols in the place of numbers, or fakes in that of tensors."""
+        self._closes_values = True
         self.note(())
 
     def _is_closed(self, varying: Varying) -> bool:
-        return isinstance(varying, NumberRead) and self._closes_reads or self._closes_numbers and is_number(varying)
+        return isinstance(varying, NumberRead) and self._closes_reads or self._closes_values and is_value(varying)
 
     def __iter__(self) -> Iterator[Varying]:
-        return iter(self._seen)
+        """All that can be an input as it is now."""
+        return (each for each in self._seen if not isinstance(each, ValuePlace) or self._can_be_input(each.read()))
 
 
-class NumberName(str):
-    """Of a number that is none of a call's arguments, and is one more keyword argument in their normal form."""
+class FoundName(str):
+    """Of a value that is none of a call's arguments, and is one more keyword argument in their normal form."""
 
     __slots__ = ()
 
     @classmethod
-    def free(cls, words: str, taken: Container[str]) -> NumberName:
+    def free(cls, words: str, taken: Container[str]) -> FoundName:
         """The words, with a number behind them if there are such already."""
         names = itertools.chain([words], (f"{words} ({number})" for number in itertools.count(2)))
         return cls(next(name for name in names if name not in taken))
@@ -160,12 +226,34 @@ class NumberName(str):
         return trees.Access("item", 1), trees.Access("item", self)
 
 
-def named_places(varying: Iterable[Varying]) -> dict[NumberName, NumberPlace]:
+def is_found(path: trees.Path) -> bool:
+    """Whether a path into arguments in normal form is that of a value which is none of a call's arguments."""
+    return len(path) > 1 and isinstance(path[1].key, FoundName)
+
+
+def named_places(varying: Iterable[Varying]) -> dict[FoundName, ValuePlace]:
     """The places among what varies in one order, by names that differ."""
-    named: dict[NumberName, NumberPlace] = {}
-    for place in sorted((each for each in varying if isinstance(each, NumberPlace)), key=lambda each: each.words):
-        named[NumberName.free(place.words, named)] = place
+    named: dict[FoundName, ValuePlace] = {}
+    for place in sorted((each for each in varying if isinstance(each, ValuePlace)), key=lambda each: each.words):
+        named[FoundName.free(place.words, named)] = place
     return named
+
+
+def is_tensor_for_input(value: Any) -> bool:
+    """Whether a value is a tensor that can be an input, for which no gradient is asked."""
+    is_dense = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+    return is_dense and not value.requires_grad and not value.is_meta
+
+
+def can_be_input(value: Any) -> bool:
+    """Whether what code finds somewhere can be an input as it is."""
+    return may_vary(value) or is_tensor_for_input(value)
+
+
+def are_other_values(before: Any, now: Any) -> bool:
+    """Whether two values are numbers, or tensors that can be inputs, and not the same."""
+    are_tensors = is_tensor_for_input(before) and is_tensor_for_input(now)
+    return before is not now if are_tensors else are_other_numbers(before, now)
 
 
 def may_vary(value: Any) -> bool:

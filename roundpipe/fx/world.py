@@ -21,7 +21,7 @@ from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in,
 from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, is_fake, running_on_fakes
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of
 from roundpipe.fx.twin import make_twin, users_own
-from roundpipe.fx.varying import NUMBER, NumberName, Varying, may_vary, named_places
+from roundpipe.fx.varying import NUMBER, FoundName, Varying, is_found, may_vary, named_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class FakeWorld:
         self.name_of: dict[torch.Tensor, str] = {}
         """Name of a parameter or buffer, real or fake; the first if it has several."""
         self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._places = named_places(dynamic)
         self._make_fakes()
         parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
         self.parameter_at = {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
@@ -95,7 +96,6 @@ class FakeWorld:
         """Of the arguments, those that vary."""
         self.has_numpy_numbers = False
         """Whether some of them are NumPy's."""
-        self._places = named_places(dynamic)
         self.arguments = self._fake_arguments(arguments)
         with self.numbers_opened():
             self.twin, self.name_of_module = make_twin(model, self._fake_of)
@@ -115,15 +115,15 @@ class FakeWorld:
 
     @contextmanager
     def numbers_opened(self) -> Iterator[None]:
-        """Inside, the model's code finds symbolic numbers where it has numbers that vary."""
-        held = [(place, place.read()) for place in self._places.values()]
+        """Inside, the model's code finds symbolic numbers where it has numbers that vary, and fakes of such tensors."""
+        held = [(place, place.held()) for place in self._places.values()]
         try:
             for name, place in self._places.items():
                 place.put(trees.get(self.arguments, name.path))
             yield
         finally:
-            for place, number in held:
-                place.put(number)
+            for place, value in held:
+                place.restore(value)
 
     def hook_with_own(self, hook: Any) -> Any:
         """A hook of a tensor, as the user's modules have it; anything else is itself."""
@@ -186,8 +186,13 @@ class FakeWorld:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _make_fakes(self) -> None:
+        modules = named_modules_in(self.model)
+        inputs = {place.identity for place in self._places.values()}
         self.real.update(parameters_at(self.model))
-        self.real.update(buffers_at(self.model))
+        for path, buffer in buffers_at(self.model):
+            owner, _, name = path.rpartition(".")
+            if (id(modules[owner]._buffers), name) not in inputs:
+                self.real[path] = buffer
         host = torch.device("cpu")
         for name, tensor in self.real.items():
             if tensor not in self._fake_of:
@@ -210,9 +215,9 @@ class FakeWorld:
         return trees.rebuild(faked, opened)
 
     def _is_open(self, path: trees.Path) -> bool:
-        return len(path) > 1 and isinstance(path[1].key, NumberName) or (path, NUMBER) in self.dynamic
+        return is_found(path) or (path, NUMBER) in self.dynamic
 
-    def open_argument(self, name: NumberName, value: Any, *, is_own: bool) -> tuple[Any, list[InputNumber]]:
+    def open_argument(self, name: FoundName, value: Any, *, is_own: bool) -> tuple[Any, list[InputNumber]]:
         """A number, or a list of them, as one more argument; what code gets, and what is new.
 
         ``is_own``: whether each piece of a batch has its own.
@@ -241,8 +246,9 @@ class FakeWorld:
 
     def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
         self._check_layout(leaf, f"the tensor at {trees.path_string(path)} of its arguments")
-        is_float = leaf.is_floating_point() or leaf.is_complex()
-        is_dynamic = [dim == 0 or not is_float or (path, dim) in self.dynamic for dim in range(leaf.dim())]
+        is_float, is_given = leaf.is_floating_point() or leaf.is_complex(), not is_found(path)
+        is_open = [is_given and (dim == 0 or not is_float) for dim in range(leaf.dim())]
+        is_dynamic = [is_open[dim] or (path, dim) in self.dynamic for dim in range(leaf.dim())]
         fake = fake_input(self.mode, leaf, f"input_{len(self.inputs) + 1}", is_dynamic)
         sizes = tuple(expression_of(size) for size in fake.shape)
         self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))

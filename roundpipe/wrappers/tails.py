@@ -224,11 +224,11 @@ class TailSource:
                 if code_of(known.function) == code:
                     failure = nearest(failure, why)
             if failure is not None:
-                self._varying.setdefault(code, Varied()).note(failure.varying)
+                self._varying.setdefault(code, Varied(takes_tensors=False)).note(failure.varying)
                 logger.info("tracing a loss function again: %s", failure)
                 retraces.note(failure)
             try:
-                traced = self._trace(function, examples, self._varying.setdefault(code, Varied()))
+                traced = self._trace(function, examples, self._varying.setdefault(code, Varied(takes_tensors=False)))
             except _OtherGraphs as error:
                 mixing = _mixing(error.traced, call, examples) if call.weighs_terms else None
                 self._refuse(code, str(error), mixing or self._numbers(call, examples))

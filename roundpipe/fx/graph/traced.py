@@ -151,6 +151,11 @@ class TracedGraph:
         return {name: number for name, number in numbers if number is not None}
 
     @property
+    def opens_values(self) -> bool:
+        """Whether values, beside sizes, are inputs that it would not have if they did not vary."""
+        return bool(self.numbers) or self.form is not None and bool(self.form.places)
+
+    @property
     def number_hints(self) -> dict[str, float]:
         """By the name of an input that is a number, the example's."""
         return {name: number.node.hint for name, number in self.numbers.items()}

@@ -25,7 +25,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.effects.kept import UNMOVED, Moved
 from roundpipe.effects.reads import Reads
-from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words, place_words, without_numbers
+from roundpipe.fx.arguments import ArgumentForm, Arguments, CallForm, argument_words, place_words, without_found
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.failure import OF_MODEL, Failure
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
@@ -33,7 +33,7 @@ from roundpipe.fx.guards.values import ValueProgram, ValueRead
 from roundpipe.fx.locations import with_source
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeGuard, SizeSystem
-from roundpipe.fx.varying import NUMBER, Varying
+from roundpipe.fx.varying import NUMBER, Varying, is_found
 from roundpipe.fx.world import FakeWorld, InputSizes
 
 MAX_CACHED_SHAPES = 4096
@@ -111,7 +111,7 @@ class Guards:
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments, takes_numpy=world.has_numpy_numbers)
-        self._given = ArgumentForm(without_numbers(world.arguments))
+        self._given = ArgumentForm(without_found(world.arguments))
         self._numbers = [each.path for each in world.numbers]
         self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
         self.decisions = world.decisions(values.numbers)
@@ -219,7 +219,7 @@ class Guards:
         Decisions are left out, of which there are few.
         """
         arguments = self._form.normalise(args, kwargs)
-        if self._given.difference(without_numbers(arguments), []):
+        if self._given.difference(without_found(arguments), []):
             return ""
         read = self.values.other_data(arguments)
         return "" if read is None else self._read_in_words(read)
@@ -280,10 +280,9 @@ class Guards:
 
     def _other_tensors(self, tensors: list[torch.Tensor]) -> str:
         """Which of the arguments' tensors is otherwise, beside its dtype and sizes."""
-        if self.grad_matters:
-            for item, tensor in zip(self._inputs, tensors, strict=True):
-                if tensor.requires_grad is not item.requires_grad:
-                    return f"input {argument_words(item.path)} now has requires_grad={tensor.requires_grad}"
+        for item, tensor in zip(self._inputs, tensors, strict=True):
+            if tensor.requires_grad is not item.requires_grad and (self.grad_matters or is_found(item.path)):
+                return f"input {argument_words(item.path)} now has requires_grad={tensor.requires_grad}"
         return self.shared_write(tensors)
 
     def shared_write(self, tensors: Sequence[torch.Tensor]) -> str:

@@ -33,6 +33,7 @@ from roundpipe.effects.places import (
     Place,
     are_other_numbers,
     hook_tables,
+    items_of,
     same_contents,
 )
 from roundpipe.effects.reach import BETWEEN_CALLS
@@ -51,7 +52,7 @@ from roundpipe.fx.guards.failure import OF_LOSS, OF_MODEL, Failure
 from roundpipe.fx.guards.quick_comparison import QuickComparison
 from roundpipe.fx.guards.weight_forms import WeightForms
 from roundpipe.fx.sizes import flat_values
-from roundpipe.fx.varying import NumberPlace, without_items
+from roundpipe.fx.varying import ValuePlace, are_other_values, may_vary, without_items
 
 MAX_COMPARED_WEIGHT = 1 << 14
 """Elements of a weight that is looked at in each call, since a forward may write it."""
@@ -74,8 +75,8 @@ class OwnChanges:
     """What it changes at every call, in words."""
     kept: Sequence[Kept] = ()
     """Values that it leaves and never reads: anything may be in their places."""
-    numbers: Sequence[NumberPlace] = ()
-    """Those that are arguments of the graph."""
+    inputs: Sequence[ValuePlace] = ()
+    """Where it finds what are arguments of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,12 @@ class ModelGuard:
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
         self._leaf_hook_dicts = [hooks for _, hooks in leaf_hooks]
         self._num_leaf_hooks = list(map(len, self._leaf_hook_dicts))
-        self._inputs = {place.identity for place in own.numbers}
+        self._inputs = {place.identity for place in own.inputs}
+        self._open_items: dict[tuple[int, str], set[Any]] = {}
+        """Of attributes that are containers, the items that are arguments of the graph."""
+        for attribute, container, item in filter(None, (place.of_attribute for place in own.inputs)):
+            self._open_items.setdefault(attribute, set()).add(item)
+            self._inputs.add((container, item))
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
         self._read = self._names_read()
         if self._read is not None and self._hold_unread(self._read):
@@ -188,7 +194,7 @@ class ModelGuard:
         self._quick = QuickComparison(self._python.reach.places)
 
     def _without_inputs(self, place: Place) -> Place | None:
-        """A place without numbers that are arguments of the graph; None if it is one itself."""
+        """A place without what are arguments of the graph; None if it is one itself."""
         if not self._inputs or place.view.is_variable:
             return None if (id(place.owner), place.key) in self._inputs else place
         if not (keys := self._keys_of_inputs(place)):
@@ -243,9 +249,13 @@ class ModelGuard:
         """
         if words := self._change_of_mode():
             return Failure(words, is_of_modes=True)
-        if words := self._change_of_weights() or self._change_of_structure():
+        if words := self._forms.change():
             return Failure(words, to_fix=OF_MODEL)
-        failure = self._change_of_attributes() or (None if self._quick.is_same() else self._change_of_python())
+        failure = self._change_of_weights()
+        if failure is None and (words := self._change_of_structure()):
+            return Failure(words, to_fix=OF_MODEL)
+        failure = failure or self._change_of_attributes()
+        failure = failure or (None if self._quick.is_same() else self._change_of_python())
         return failure and replace(failure, to_fix=OF_MODEL)
 
     def _change_of_mode(self) -> str | None:
@@ -261,13 +271,17 @@ class ModelGuard:
             return list(map(_TRAINING, self._dicts))
         return [module.training for module in self._modules]  # scripted and compiled ones ask another
 
-    def _change_of_weights(self) -> str | None:
-        if change := self._forms.change():
-            return change
-        for module, name, tensor in self._weights:
-            if getattr(module, name, None) is not tensor:
-                return f"{type(module).__name__}.{name} is another tensor now"
-        return None
+    def _change_of_weights(self) -> Failure | None:
+        others = [each for each in self._weights if getattr(each[0], each[1], None) is not each[2]]
+        if not others:
+            return None
+        words = [f"{type(module).__name__}.{name}" for module, name, _ in others]
+        buffers = (
+            ValuePlace(where, module._buffers, name)
+            for where, (module, name, tensor) in zip(words, others, strict=True)
+            if are_other_values(tensor, module._buffers.get(name))
+        )
+        return Failure(f"{words[0]} is another tensor now", tuple(buffers))
 
     def _change_of_structure(self) -> str | None:
         if not all(map(operator.eq, self._child_dicts, self._children)):  # modules are equal by identity
@@ -298,11 +312,13 @@ class ModelGuard:
         for module, names, values in () if all(map(operator.is_, values_now, self._values)) else self._attributes:
             for name, before in zip(names, values, strict=True):
                 value = module.__dict__.get(name, _MISSING)
-                if not _are_alike(before, value) and not self._sets_itself(module, name, value, before):
+                open_items = self._open_items.get((id(module.__dict__), name), ())
+                is_same = _are_alike(before, value, open_items)
+                if not is_same and not self._sets_itself(module, name, value, before):
                     place = f"{type(module).__name__}.{name}"
                     words = f"{place} is {_words(value)}, traced with {_words(before)}"
-                    is_number = are_other_numbers(before, value)
-                    return Failure(words, self._changed_numbers(), number=place) if is_number else Failure(words)
+                    number = place if are_other_numbers(before, value) else ""
+                    return Failure(words, self._changed_values(), number=number)
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
                 for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
@@ -310,14 +326,15 @@ class ModelGuard:
                         return Failure(f"{type(module).__name__}.{name} is new")
         return None
 
-    def _changed_numbers(self) -> tuple[NumberPlace, ...]:
-        """All attributes of modules that hold other numbers now."""
-        return tuple(
-            NumberPlace(f"{type(module).__name__}.{name}", module.__dict__, name)
-            for module, names, values in self._attributes
-            for name, before in zip(names, values, strict=True)
-            if are_other_numbers(before, module.__dict__.get(name))
-        )
+    def _changed_values(self) -> tuple[ValuePlace, ...]:
+        """All attributes of modules that hold other numbers now, or other tensors which code of the graph finds."""
+        found: list[ValuePlace] = []
+        for module, names, values in self._attributes:
+            for name, before in zip(names, values, strict=True):
+                places = ValuePlace.in_attribute(f"{type(module).__name__}.{name}", module.__dict__, name, before)
+                # what the code of a layer that stays whole finds, it finds itself
+                found += (place for place in places if module not in self._own_names or may_vary(place.read()))
+        return tuple(found)
 
     def _change_of_python(self) -> Failure | None:
         changed = [each for each in self._python.changed(self.own.places) if not self._kept.explain(each)]
@@ -329,8 +346,8 @@ class ModelGuard:
         words = f"{place.words} holds something else now{names and f' ({names})'}"
         if place.view.is_variable and isinstance(now, trees.PLAIN) and isinstance(place.held, trees.PLAIN):
             words = f"{place.words} is {now!r}, traced with {place.held!r}"
-        varying = tuple(number for each in changed for number in NumberPlace.changed_in(each))
-        return Failure(words, varying, number=next(iter(place.changed_numbers().values()), ""))
+        varying = tuple(number for each in changed for number in ValuePlace.changed_in(each))
+        return Failure(words, varying, number=next(iter(place.changed_values(are_other_numbers).values()), ""))
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any, before: Any = _MISSING) -> bool:
         """Whether the forward itself puts such a value there, or leaves values in it."""
@@ -344,10 +361,19 @@ class ModelGuard:
         return any(use.sets or use.rebinds or use.changes_items for use in uses)
 
 
-def _are_alike(before: Any, value: Any) -> bool:
-    """Whether they are the same, or containers that hold the same: the snapshot tells if the one before has changed."""
-    is_container = type(value) is type(before) and type(value) in (tuple, *CONTAINERS)
-    return same_contents(before, value) if is_container else trees.same(before, value)
+def _are_alike(before: Any, value: Any, open_items: Collection[Any] = ()) -> bool:
+    """Whether they are the same, or containers that hold the same: the snapshot tells if the one before has changed.
+
+    ``open_items``: those that are arguments of the graph.
+    """
+    if type(value) is not type(before) or type(value) not in (tuple, *CONTAINERS):
+        return trees.same(before, value)
+    if not open_items:
+        return same_contents(before, value)
+    items = [
+        {item: held for item, held in items_of(each).items() if item not in open_items} for each in (before, value)
+    ]
+    return len(before) == len(value) and same_contents(*items)
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:

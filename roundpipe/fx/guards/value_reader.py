@@ -18,7 +18,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.batch_decisions import is_decision
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece, SymbolOfPiece
 from roundpipe.fx.guards.values import HostRun, ValueRead, needed_for_reads, reads_data, shape_of, with_own_keywords
-from roundpipe.fx.varying import NumberName, NumberRead, may_be_opened
+from roundpipe.fx.varying import FoundName, NumberRead, may_be_opened
 
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
@@ -45,7 +45,7 @@ class ValueReader:
         batch: Any = None,
         *,
         takes_numbers: bool = True,
-        open_input: Callable[[NumberName, Any, bool], Any] = lambda name, value, is_own: value,
+        open_input: Callable[[FoundName, Any, bool], Any] = lambda name, value, is_own: value,
         refuse: Callable[[], None] = lambda: None,
         varying: Container[Any] = (),
     ) -> None:
@@ -56,7 +56,7 @@ class ValueReader:
         self._num_at = Counter[tuple[str, str]]()
         self._opened: dict[tuple[Any, Any], Any] = {}
         """By what is called on which nodes, what code got."""
-        self.inputs: dict[NumberName, ValueRead] = {}
+        self.inputs: dict[FoundName, ValueRead] = {}
         """What became inputs of the graph."""
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
@@ -140,7 +140,7 @@ class ValueReader:
 
     def _input(self, read: ValueRead, value: Any, whole: Any) -> Any:
         assert read.place is not None
-        name = NumberName.free(read.place.words, self.inputs)
+        name = FoundName.free(read.place.words, self.inputs)
         self.inputs[name] = replace(read, expected=value)
         self._arguments[1][name] = value
         if self._batch is not None:

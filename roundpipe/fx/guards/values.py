@@ -30,7 +30,7 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.batch_decisions import is_decision
-from roundpipe.fx.varying import MOST_NUMBERS, NumberName, NumberRead
+from roundpipe.fx.varying import MOST_NUMBERS, FoundName, NumberRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class ValueProgram:
     """
 
     def __init__(
-        self, traced: TracedGraph, reads: list[ValueRead], inputs: Mapping[NumberName, ValueRead] = MappingProxyType({})
+        self, traced: TracedGraph, reads: list[ValueRead], inputs: Mapping[FoundName, ValueRead] = MappingProxyType({})
     ) -> None:
         self._traced = traced
         own = torch.fx.Graph()
@@ -177,13 +177,13 @@ class ValueProgram:
                 if name not in traced.constants:
                     self.buffers.setdefault(name, read)
 
-    def read_inputs(self, arguments: Any, batch: Any = None) -> dict[NumberName, Any]:
+    def read_inputs(self, arguments: Any, batch: Any = None) -> dict[FoundName, Any]:
         """The inputs that are read from data, for some arguments and the batch that they are a piece of.
 
         Those that can't be read are missing.
         """
         own, whole = with_own_keywords(arguments), with_own_keywords(batch)
-        found: dict[NumberName, Any] = {}
+        found: dict[FoundName, Any] = {}
         for name, read in self.inputs.items():
             nodes, of_both = self._needed_by_inputs[name], []
             for each in (own, whole) if whole is not None else (own,):

@@ -34,7 +34,7 @@ from roundpipe.core.layers import Mixing
 from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.arguments import without_numbers
+from roundpipe.fx.arguments import without_found
 from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of, writes_buffers
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
@@ -227,7 +227,7 @@ class _DependenceRun(GraphInterpreter):
         with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
             values = {node.name: self._example(node) for node in self._traced.placeholders}
             values |= self._traced.number_hints
-            args, kwargs = without_numbers(self._traced.arguments)
+            args, kwargs = without_found(self._traced.arguments)
             args, kwargs = tuple(trees.map_leaves(arg, given) for arg in args), trees.map_leaves(kwargs, given)
             self._watch.place, self._watch.caller = f"the forward of {type(twin).__name__}", _call.__code__
             try:

@@ -56,7 +56,7 @@ class JoinedTail:
         self._arguments = dict(loss.input_paths)
         self._labels: dict[str, trees.Path] = {}
         """By name in the carry, the path into the label."""
-        self._places = {} if loss.form is None else loss.form.numbers
+        self._places = {} if loss.form is None else loss.form.places
         self._numbers: dict[str, float] = {}
         """By name in the carry, numbers that the function finds now: those of the example until a call comes."""
         free = numbers_without_size(loss)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -28,7 +28,7 @@ from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import has_hooks
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers, asks_for_types
-from roundpipe.fx.arguments import CallForm, without_numbers
+from roundpipe.fx.arguments import CallForm, place_words, without_found
 from roundpipe.fx.fakes import real_world
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import KeptValue, OutputNumber, OutputValue, lint
@@ -47,7 +47,7 @@ from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
-from roundpipe.fx.varying import is_number
+from roundpipe.fx.varying import NumberRead, is_found
 from roundpipe.fx.world import FakeWorld
 
 
@@ -93,7 +93,8 @@ class Attempt:
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         inside = modules_in(world.twin)
         self._before = ModuleSnapshot(inside)
-        opens, asked = any(map(is_number, world.dynamic)), python.reach.functions
+        opens = bool(world.numbers) or any(isinstance(each, NumberRead) for each in world.dynamic)
+        asked = python.reach.functions
         if opens and asks_for_types(map(type, inside), asked, of_numpy=world.has_numpy_numbers):
             raise TraceError("its code asks for the types of values, and symbols for numbers are of others")
         readers = Readers(map(type, inside), [each.__code__ for each in python.reach.functions])
@@ -111,7 +112,7 @@ class Attempt:
 
     def run(self) -> GuardedGraph:
         recorder, world = self.recorder, self._world
-        args, kwargs = without_numbers(world.arguments)
+        args, kwargs = without_found(world.arguments)
         try:
             with intercepting(self, world.model, self._python.reach), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
@@ -193,6 +194,8 @@ class Attempt:
         }
         weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
         written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
+        if words := next((where for node, where in self._found_inputs() if storage_key(node) in written), ""):
+            raise Retry(TraceError(f"the forward writes into {words}, in whose place there was another tensor"))
         traced.guards = Guards(
             self._form,
             world,
@@ -209,6 +212,12 @@ class Attempt:
             raise Retry(TraceError(shared))
         lint(traced)
         return traced
+
+    def _found_inputs(self) -> Iterator[tuple[Node, str]]:
+        """Inputs of the graph that are none of a call's arguments, in words."""
+        traced = self.recorder.builder.traced
+        paths = ((node, traced.input_paths[node.name]) for node in traced.placeholders)
+        return ((node, place_words(path)) for node, path in paths if is_found(path))
 
     def _refuse_changed_arguments(self, before: Contents, arguments: tuple[Any, Any], out: Any) -> None:
         """A caller may look into the containers that it gave; one that is returned is looked at there."""
@@ -280,7 +289,7 @@ class Attempt:
             places=places,
             counts=counts,
             kept=[each.place for each in self.kept],
-            numbers=[*self._form.numbers.values()],
+            inputs=[*self._form.places.values()],
         )
         for module, name, _, value, _ in changed:
             if module in self.glue.modules:

@@ -38,7 +38,7 @@ from roundpipe.fx.sizes import (
     size_function,
 )
 from roundpipe.fx.trace.progress import advance
-from roundpipe.fx.varying import NUMBER, NumberName, tensor_of_kind
+from roundpipe.fx.varying import NUMBER, FoundName, is_found, tensor_of_kind
 from roundpipe.fx.world import FakeWorld, InputNumber
 
 DATA_READS = frozenset(
@@ -85,7 +85,7 @@ class GraphBuilder:
         self.traced.uncut = self._uncut()
         self.traced.arguments = self._named_arguments()
 
-    def open_number(self, name: NumberName, value: Any, is_own: bool) -> Any:
+    def open_number(self, name: FoundName, value: Any, is_own: bool) -> Any:
         """A number, or a list of them, that code reads from data, as one more input; gives what code gets."""
         opened, new = self.world.open_argument(name, value, is_own=is_own)
         self._add_numbers(new)
@@ -130,7 +130,8 @@ class GraphBuilder:
         lengths = {name: (_length_at(batch, path), _length_at(piece, path)) for name, path in paths.items()}
         known = {name: whole == own for name, (whole, own) in lengths.items() if whole and own}
         uncut = frozenset(name for name, is_whole in known.items() if is_whole)
-        return uncut if len(uncut) < len(known) else frozenset()
+        found = frozenset(name for name, path in self.traced.input_paths.items() if is_found(path))
+        return found | uncut if len(uncut) < len(known) else found
 
     def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         advance()

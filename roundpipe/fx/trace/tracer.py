@@ -36,7 +36,7 @@ from roundpipe.fx.trace.decisions import Knowledge, Learned, Need, Retry
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.kept import KeptHolders, are_alike
 from roundpipe.fx.trace.own_errors import as_the_models_own
-from roundpipe.fx.varying import Varying, is_number, named_places
+from roundpipe.fx.varying import FoundName, Varying, is_value, named_places
 from roundpipe.fx.world import FakeWorld
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def trace(
     try:
         return request.traced()
     except TraceError:
-        sizes = frozenset(each for each in dynamic if not is_number(each))
+        sizes = frozenset(each for each in dynamic if not is_value(each))
         if len(sizes) == len(knowledge.dynamic):
             raise
     logger.debug("%s can't be traced with symbols in the place of its numbers", type(model).__name__)
@@ -354,5 +354,8 @@ def _batch_of_two(arguments: Arguments, whole: Arguments | None) -> Arguments | 
 
     return (
         tuple(trees.map_tensors(value, twice) for value in args),
-        {name: trees.map_tensors(value, twice) for name, value in kwargs.items()},
+        {
+            name: value if isinstance(name, FoundName) else trees.map_tensors(value, twice)
+            for name, value in kwargs.items()
+        },
     )
