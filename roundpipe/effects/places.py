@@ -191,7 +191,7 @@ class Place:
             return False
         now = contents(self.now())
         return all(key in now and trees.same(value, now[key]) for key, value in self.held.items()) and all(
-            holds_tensors(value) for key, value in now.items() if key not in self.held
+            holds_tensors(value) for key, value in now.items() if holds_tensors(key) or key not in self.held
         )
 
 

@@ -94,6 +94,8 @@ class FakeWorld:
         self.inputs: list[InputSizes] = []
         self.numbers: list[InputNumber] = []
         """Of the arguments, those that vary."""
+        self.recipes: dict[torch.Tensor, Any] = {}
+        """By the fake that a run has left on the model, how it is made of sizes alone."""
         self.has_numpy_numbers = False
         """Whether some of them are NumPy's."""
         self.arguments = self._fake_arguments(arguments)
@@ -140,6 +142,11 @@ class FakeWorld:
             for dim, size in enumerate(own)
             if isinstance(size, sympy.Symbol)
         }
+
+    def example_sizes(self) -> dict[sympy.Symbol, int]:
+        """Each size of the arguments that is a symbol, with the example's."""
+        shapes = [tensor.shape for tensor in trees.tensors(self.real_arguments)]
+        return {symbol: shapes[index][dim] for symbol, (index, dim) in self.symbols().items() if index < len(shapes)}
 
     def decisions(self, read: Collection[float] = ()) -> SizeSystem:
         """What code decided by numbers of samples alone, which dimension 0 counts.

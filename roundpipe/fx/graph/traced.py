@@ -307,14 +307,17 @@ def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
         yield f"it returns {names}, the output template names {traced.returned_names}"
 
 
-def printed_graph(traced: TracedGraph) -> str:
+def printed_graph(traced: TracedGraph, *, in_order: bool = True) -> str:
     """A graph in words, sizes by the example's numbers: a second run in a world has some as numbers, and others not.
 
     What a forward makes and drops, as the weights of a module that gets those of another at once, is left out.
+    ``in_order``: else the words are the same wherever something is computed, and how often, before it is used.
     """
     idle = _idle(traced.graph)
     nodes = [node for node in traced.graph.nodes if node not in idle and not isinstance(value_of(node), Symbolic)]
-    number = {node: f"%{index}" for index, node in enumerate(nodes)}
+    nodes = nodes if in_order else _as_used(nodes)
+    number: dict[Node, str] = {}
+    printed: dict[str, str] = {}
 
     def word(node: Node) -> _Word:
         value = value_of(node)
@@ -322,12 +325,34 @@ def printed_graph(traced: TracedGraph) -> str:
             return _Word(number[node])
         return _Word(expression_of(value) if value.node.hint is None else value.node.hint)
 
-    lines = []
+    lines: list[str] = []
     for node in nodes:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
-        lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
+        line, name = f"{node.op} {node.target} {args} {kwargs}", f"%{len(lines)}"
+        number[node] = name if in_order or _is_anchored(node) else printed.setdefault(line, name)
+        if number[node] == name:
+            lines.append(f"{name} = {line}")
     sizes: dict[str, str] = {}  # those that data decides have other names in every run
     return re.sub(r"\bu\d+\b", lambda name: sizes.setdefault(name[0], f"size {len(sizes)}"), "\n".join(lines))
+
+
+def _is_anchored(node: Node) -> bool:
+    """Whether it matters where a node is, and that it is there."""
+    return node.op not in ("call_function", "call_method") or draws_random(node) or has_effect(node)
+
+
+def _as_used(nodes: list[Node]) -> list[Node]:
+    """The nodes in another order: each behind what it reads, right in front of the first that needs it."""
+    among, found = set(nodes), dict[Node, None]()
+    for anchored in filter(_is_anchored, nodes):
+        behind = [anchored]
+        while behind:
+            missing = [each for each in behind[-1].all_input_nodes if each in among and each not in found]
+            if missing:
+                behind.append(missing[0])
+            else:
+                found[behind.pop()] = None
+    return [*found]
 
 
 class _Word(str):

@@ -38,12 +38,13 @@ from roundpipe.fx.guards.piece_numbers import NumberOfPiece
 from roundpipe.fx.guards.value_reader import UNKNOWN
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
-from roundpipe.fx.sizes import SizeSystem, flat_values
+from roundpipe.fx.sizes import SizeSystem, flat_tensors, flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Need, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.trace.kept import KeptHolders, KeptOnFakes, NumberOfTensor, find_kept
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
+from roundpipe.fx.trace.recomputed import recipe_of
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
@@ -132,6 +133,7 @@ class Attempt:
             if python_random_state() != self._python_random:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(TraceError(words, TraceCause.RANDOM))
+            self._note_left()
             return self._closed_graph(template, kept)
         except Retry as retry:
             if recorder.findings.gave_numbers and retry.need is None:
@@ -212,6 +214,19 @@ class Attempt:
             raise Retry(TraceError(shared))
         lint(traced)
         return traced
+
+    def _note_left(self) -> None:
+        """Keeps how tensors that the forward leaves on looked-into modules are made of sizes."""
+        builder, world = self.recorder.builder, self._world
+        if any(tensor.untyped_storage()._cdata in builder.written_storages for tensor in builder.made_anew):
+            words = "the forward writes into a tensor that an earlier call of it has left on the model"
+            raise self.recorder.untraced(words)
+        symbols, order = world.example_sizes(), list(builder.traced.graph.nodes)
+        left = (change.now for change in self._before.diff(self.glue.modules))
+        for tensor in (leaf for value in left for leaf in flat_tensors(value)):
+            if tensor not in world.recipes and (node := builder.node_of.get(tensor)) is not None:
+                if (recipe := recipe_of(order, node, symbols)) is not None:
+                    world.recipes[tensor] = recipe
 
     def _found_inputs(self) -> Iterator[tuple[Node, str]]:
         """Inputs of the graph that are none of a call's arguments, in words."""

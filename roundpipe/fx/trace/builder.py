@@ -25,7 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.core.errors import TraceCause
 from roundpipe.fx.fakes import is_fake
-from roundpipe.fx.graph.nodes import hint, number_of_input
+from roundpipe.fx.graph.nodes import hint, mutated_by, number_of_input
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.piece_numbers import NumberOfPiece
@@ -38,6 +38,7 @@ from roundpipe.fx.sizes import (
     size_function,
 )
 from roundpipe.fx.trace.progress import advance
+from roundpipe.fx.trace.recomputed import Recipe
 from roundpipe.fx.varying import NUMBER, FoundName, is_found, tensor_of_kind
 from roundpipe.fx.world import FakeWorld, InputNumber
 
@@ -63,6 +64,8 @@ class GraphBuilder:
         self.node_of: dict[torch.Tensor, Node] = {}
         """Node that holds a tensor's present value; tensors hash by identity."""
         self.written_storages: set[int] = set()
+        self.made_anew: list[torch.Tensor] = []
+        """Tensors that an earlier run has left on the model, and that are made once more."""
         self._common_meta = common_meta
         self._untraced = untraced
         self._attributes: dict[str, Node] = {}
@@ -226,6 +229,8 @@ class GraphBuilder:
             if not is_fake(tensor) and not self.world.has_in_place(name):
                 raise self._untraced(f"{name} is read, in whose place another tensor is for now", tensor)
             return self.attribute(name, tensor)
+        if (recipe := self.world.recipes.get(tensor)) is not None:
+            return self._made_anew(recipe, tensor)
         if is_fake(tensor):
             if place := self._place_of(tensor):
                 raise self._untraced(f"{place} is used, which an earlier call of the forward has left there", tensor)
@@ -243,6 +248,17 @@ class GraphBuilder:
             self._constant_names[tensor] = name
             self.traced.constants[name] = tensor
         return self.attribute(self._constant_names[tensor], tensor)
+
+    def _made_anew(self, recipe: Recipe, tensor: torch.Tensor) -> Node:
+        """The node of what an earlier run has left."""
+        copies: dict[Node, Any] = {node: self.size_argument(size) for node, size in recipe.sizes.items()}
+        for node in recipe.nodes:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            new = copies[node] = self.add(node.op, node.target, args, kwargs)
+            new.meta.update(node.meta, mutates=tuple(copies[value] for value in mutated_by(node)))
+        self.made_anew.append(tensor)
+        self.bind(tensor, copies[recipe.last])
+        return self.node_of[tensor]
 
     def _place_of(self, tensor: torch.Tensor) -> str:
         """The attribute of a module that holds a tensor, in words; empty if none does."""

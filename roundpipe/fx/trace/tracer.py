@@ -195,7 +195,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             seen = {(type(module), attribute) for module, attribute in changed}
             knowledge = replace(knowledge, seen_to_set=knowledge.seen_to_set | seen)
             changes = list(dict.fromkeys([*changed.values(), *now.side_effects()]))
-            printed = printed_graph(traced)
+            printed = printed_graph(traced, in_order=not world.recipes)
             if not changes or printed == previous:
                 completed.keep_read()
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
