@@ -164,6 +164,17 @@ class LeafWatch(TorchFunctionMode):
             self.asks_for_grad = self.asks_for_grad or model_location()
 
 
+def new_output(module: nn.Module, out: Any) -> Any:
+    """What another call of a leaf may return that has drawn: tensors of its own, though it has handed on arguments."""
+    is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+
+    def new(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.clone()
+        return made.requires_grad_() if is_trained and made.dtype.is_floating_point else made
+
+    return trees.map_tensors(out, new)
+
+
 def output_origins(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
     """For each tensor that a call returned, the argument or weight that it is or lies in; nothing for a new one."""
     inputs: dict[Any, str] = {}

@@ -33,6 +33,7 @@ from roundpipe.fx.trace.leaves import (
     contents_of,
     is_put_by_hooks,
     left_behind,
+    new_output,
     output_origins,
     set_elsewhere,
 )
@@ -91,11 +92,12 @@ class LeafRunner:
             inside = modules_in(module)  # it may have made some
             self._outside.accept_attributes(inside)
             self._before.accept_buffers(inside)
+            draws_python_random = python_random_state() != python_random
+            set_python_random_state(python_random)
+            if draws_python_random:  # each of its kin runs by itself, and another run may do something else
+                self._siblings.forget(module)
+                run.out, run.buffers_written = new_output(module, run.out), any(True for _ in module.buffers())
             origins = output_origins(run.out, args, kwargs, self._world.name_of)
-        draws_python_random = python_random_state() != python_random
-        set_python_random_state(python_random)
-        if draws_python_random:
-            self._siblings.forget(module)  # each of its kin runs by itself
         node = recorder.builder.add("call_module", name, node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(map(recorder.builder.tensor_argument, run.written)))
         node.meta.update(
