@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
@@ -23,6 +25,15 @@ def with_loss_options(
     given = {"loss_reduction": loss_reduction, "loss_scope": loss_scope}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
+
+
+def check_gradients_are_on() -> None:
+    """Raise `ConfigError` where autograd is off, as by mistake in code of an evaluation: it would be trained on."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "forward_backward was called where gradients are off, by torch.no_grad() or inference_mode(), and it makes "
+            "gradients: to evaluate a loss, call forward_loss with the same arguments"
+        )
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:

@@ -124,7 +124,7 @@ def zeroed(side):
 
 def without_gain(side):
     optimizer = torch.optim.AdamW(side.optim_parameters(), lr=0.0)  # as at the start of a warmup
-    return optimizer.step
+    return lambda: (optimizer.step(), optimizer.zero_grad())
 
 
 @pytest.mark.filterwarnings("error")

@@ -289,6 +289,7 @@ class ModelGuard:
             name = next(type(module).__name__ for module, now, before in triples if now != before)
             raise ConfigError(
                 f"submodules of a {name} were replaced, added or removed since the model was compiled; compile it again"
+                " and make the optimizer again from its optim_parameters()"
             )
         if (kinds := list(map(type, self._modules))) != self._kinds:
             pairs = zip(kinds, self._kinds, strict=True)

@@ -24,7 +24,8 @@ from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.host_log import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.pairs import follow_twins, stage_all, take_gradients, write_all, write_twins
+from roundpipe.runtime.weights.master_weights import written_beside_update
+from roundpipe.runtime.weights.pairs import follow_twins, look, stage_all, take_gradients, write_all, write_twins
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twin_group import TwinGroup
 
@@ -75,6 +76,14 @@ class HandOver:
         self._gates = gates
         self._log = log
         self._twins = twins
+        self._lost: list[str] = []
+        """Parameters that somebody had written where an update's weights came."""
+
+    def refuse_lost(self) -> None:
+        """Raise a `ConfigError`, once, if weights that somebody had written were overwritten."""
+        if self._lost:
+            names, self._lost = self._lost, []
+            raise written_beside_update(names)
 
     @torch.no_grad()
     def exchange(
@@ -171,6 +180,8 @@ class HandOver:
                     with unnoticed():
                         write_twins(group, with_samples=self._twins is None or not self._twins.is_unasked)
                     continue
+                if swaps:
+                    self._note_lost(group)
                 unstaged: list[ParameterPair] = []
                 for pair in group:
                     if swaps and pair.is_staged:
@@ -178,6 +189,14 @@ class HandOver:
                     else:
                         unstaged.append(pair)
                 write_all(unstaged)
+
+    def _note_lost(self, group: Sequence[ParameterPair]) -> None:
+        """Of an asynchronous step: what was written since it was asked for."""
+        look(group)
+        for pair in group:
+            if pair.is_written:
+                pair.is_written = False
+                self._lost.append(pair.names[0])
 
     def follow(self, pairs: Sequence[ParameterPair]) -> None:
         """Where nobody has asked for twins, let the host's parameters follow those that were written.

@@ -290,8 +290,9 @@ class OptimizerSide(UpdateSteps):
         self._updates.wait_over(waiter)
 
     def raise_pending(self) -> None:
-        """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
+        """Raise, once, what the previous asynchronous ``step_fn`` raised or came over; does not wait for it."""
         self._updates.raise_pending()
+        self._hand_over.refuse_lost()
 
     def wait(self, waiter: str = "wait()") -> None:
         """Return when no update is running, or raise a `DeadlockError` after the deadline."""
@@ -302,10 +303,7 @@ class OptimizerSide(UpdateSteps):
         self._steps.refuse_inside(waiter)
         if not self._closed:
             if not self._runner.is_inside:
-                if finish_steps:
-                    self._steps.finish()
-                else:
-                    self._steps.raise_pending()
+                (self._steps.finish if finish_steps else self._steps.raise_pending)()
             self.wait(waiter)
         has_new = self._has_new_gradients
         self._first.end()
@@ -332,6 +330,8 @@ class OptimizerSide(UpdateSteps):
     @_in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those on the model's side too; behind the running update if it has all there are."""
+        if self._updates.is_current:  # those on the model's side are of the next step
+            return self._clear_copies(set_to_none)
         clear = functools.partial(self._clear, set_to_none, of_copies=True)
         if not self._has_new_gradients and not self._runner.is_inside and self._updates.after_update(clear):
             self._steps.raise_pending()

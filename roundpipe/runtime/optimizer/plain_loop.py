@@ -7,7 +7,8 @@ for: before it everything under way ends, behind it the copies go into the model
 gradients in between is seen to where a backward ends (`OptimizerSide.end_call`).
 
 Beside `RoundPipe.step` an optimizer's ``zero_grad()`` is looked at, too: it waits behind an update that has yet to read
-the gradients, and takes those of a round that no step has taken. torch has no hook for it, so it is wrapped; so are the
+the gradients, and takes those of a round that no step has taken. So does that of the module, which else would clear
+what an update is taking, and leave the copies' gradients. torch has no hook for either, so they are wrapped; so are the
 functions that clip gradients, which take less time if nobody looks at what they do (`as_on_host.py`), and the methods
 that read and write an optimizer's states, which wait for the update.
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from roundpipe.core.caller import warn
@@ -40,7 +42,7 @@ from roundpipe.runtime.optimizer.wrong_parameters import ABOUT_HOOKS, have_hooks
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, take_writes
-from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, original_of
 
 _BY_TENSOR = ("Adafactor", "LBFGS", "LARS", "Lamb", "LAMB", "Muon", "Shampoo", "SOAP")
 """Optimizers, by name, whose update of an element depends on the tensor that it is in."""
@@ -88,6 +90,9 @@ class PlainSteps(ABC):
     def synchronize(self) -> None: ...
 
     @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    @abstractmethod
     def come_home(self) -> None: ...
 
     @abstractmethod
@@ -111,6 +116,17 @@ class PlainSteps(ABC):
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of the model's own parameters."""
         return self._pairs.has(parameter)
+
+    def has_copy(self, copy: torch.Tensor, parameter: torch.Tensor) -> bool:
+        """Whether it is the copy that an optimizer should have of a parameter."""
+        pair = self._pairs.of(parameter)
+        return not self._closed and pair is not None and pair.copy is copy
+
+    def has_new_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient of one of the model's own parameters waits for the step that is about to be made."""
+        if self._closed or (pair := self._pairs.of(parameter)) is None:
+            return False
+        return pair.has_gradient if self._runner.is_inside else self._has_new_gradients and self._loop != "steps"
 
     def _before_look(self) -> None:
         """Code asks for the copies: between a round and its step, to clip the round's gradients, which come now."""
@@ -212,6 +228,23 @@ class PlainSteps(ABC):
             self._updates.wait("optimizer.zero_grad()")
         return False
 
+    def clear_module(self, parameters: Sequence[torch.Tensor], set_to_none: bool) -> bool:
+        """Clear gradients of these by `zero_grad`, or behind the update, if `RoundPipe.step` takes them; else false."""
+        is_callers = not self.is_calling or self._runner.is_inside
+        if self._closed or self._loop != "steps" or not is_callers or not self._gates.board.is_here:
+            return False
+        given = set(parameters)
+        own = [pair for pair in self._pairs if pair.parameter in given]
+        if own and len(own) == len([*self._pairs]):
+            self.zero_grad(set_to_none)
+        elif own:
+            if not self._runner.is_inside:
+                self._ready("zero_grad()")
+            for holder in (holder for pair in own for holder in (pair.copy, pair.holder, pair.parameter)):
+                if holder is not None and holder.grad is not None:
+                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        return bool(own)
+
 
 _LOCK = threading.Lock()
 _watching: tuple[weakref.ref[PlainSteps], ...] | None = None
@@ -226,6 +259,7 @@ def watch(side: PlainSteps) -> None:
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
             setattr(torch.optim.Optimizer, "zero_grad", _clear)  # noqa: B010 - not a method of ours, says mypy
+            setattr(nn.Module, "zero_grad", _clear_module)  # noqa: B010
             for name in ("state_dict", "load_state_dict"):
                 setattr(torch.optim.Optimizer, name, _behind_updates(getattr(torch.optim.Optimizer, name)))
             for name in _CLIPPING:
@@ -251,13 +285,15 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 @never_compiled  # it may wait for threads
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
-    for side in _sides():
+    sides = [*_sides()]
+    _refuse_copies_of_others(optimizer, sides)
+    for side in sides:
         with unseen():
             side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)
     if (runner := UpdateRunner.running()) is not None:
-        runner.before_step(parameters)
         has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
+        runner.before_step(parameters, has_closure=has_closure)
         if not has_closure and type(optimizer).__module__.startswith("torch.optim.") and not has_hooks(optimizer):
             begin_torchs_own()
         runner.pieces.before_step(optimizer, has_closure)
@@ -271,6 +307,22 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
         runner.pieces.after_step()
     for side in _sides():
         side.after_plain_step(parameters)
+
+
+def _refuse_copies_of_others(optimizer: torch.optim.Optimizer, sides: Sequence[PlainSteps]) -> None:
+    """An optimizer with copies that a model which is gone or closed has made would leave its successor untrained."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]] if sides else []
+    originals = ((copy, original_of(copy)) for copy in given)
+    left = [(copy, original) for copy, original in originals if original is not None and copy.shape == original.shape]
+    left = [each for each in left if not any(side.has_copy(*each) for side in sides)]
+    for side in sides if left else ():
+        num_due = sum(side.has_new_gradient(original) for _, original in left)
+        if num_due:
+            raise ConfigError(
+                f"{num_due} of the {len(given)} parameters of the optimizer are copies that an earlier compile of the "
+                "model has made. They get no gradients any more, so nothing would train these. Make the optimizer "
+                "again from model.optim_parameters(), with its state: new.load_state_dict(old.state_dict())"
+            )
 
 
 _clip_grad_norm = torch.nn.utils.clip_grad_norm_
@@ -331,3 +383,18 @@ def _clear(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     if not any(side.before_plain_clear(parameters, clear) for side in _sides()):
         with torchs_own():
             clear()
+
+
+_zero_grad_of_module = nn.Module.zero_grad
+
+
+@functools.wraps(_zero_grad_of_module)
+@never_compiled  # it may wait for threads
+def _clear_module(module: nn.Module, set_to_none: bool = True) -> None:
+    parameters = list(module.parameters()) if _watching else []
+    are_cleared = [side.clear_module(parameters, set_to_none) for side in _sides()]
+    if not any(are_cleared):
+        return _zero_grad_of_module(module, set_to_none)
+    for parameter in parameters:
+        if parameter.grad is not None and not any(side.has(parameter) for side in _sides()):
+            parameter.grad = None if set_to_none else parameter.grad.detach().zero_()

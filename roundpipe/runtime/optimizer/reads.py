@@ -3,6 +3,7 @@
     state_dict, save_pretrained    a hook before each module's ``state_dict``, for as long as the wrapper is open
     deepcopy, pickling             that hook is asked for its state; what is read of a module comes behind it
     the same of a parameter        torch has no hook for it, so the two methods of `nn.Parameter` are wrapped
+    an average of weights          so is the method of torch's `AveragedModel` that reads them
     a call that does not train     a hook before each module's forward, only while an update or a round is under way and
                                    no call of the wrapper runs: no layer, no trace and no copy ever finds one
     another wrapper                made of the same model, or whose loss trains it, asks by `settle_reads_of`
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from roundpipe.core.module_tree import modules_in
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
@@ -90,6 +92,15 @@ def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
+_average = AveragedModel.update_parameters
+
+
+@functools.wraps(_average)
+def _settled_average(averaged: AveragedModel, model: nn.Module) -> None:
+    settle_reads_of(model.parameters())
+    _average(averaged, model)
+
+
 def _open(watch: ReadWatch) -> None:
     global _watches
     with _LOCK:
@@ -97,6 +108,7 @@ def _open(watch: ReadWatch) -> None:
             _watches = weakref.WeakSet()
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(nn.Parameter, name, _settling(getattr(nn.Parameter, name)))
+            setattr(AveragedModel, "update_parameters", _settled_average)  # noqa: B010 - not ours, says mypy
         _watches.add(watch)
 
 

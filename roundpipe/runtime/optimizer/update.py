@@ -252,9 +252,9 @@ class UpdateRunner:
             _RUNNING.reset(token)
             self._pairs = ()
 
-    def before_step(self, parameters: frozenset[int]) -> None:
+    def before_step(self, parameters: frozenset[int], *, has_closure: bool) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
-        self._wrong.note_optimizer(parameters, self._pairs)
+        self._wrong.note_optimizer(parameters, self._pairs, has_closure=has_closure)
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):

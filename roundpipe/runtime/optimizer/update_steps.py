@@ -84,6 +84,12 @@ class UpdateSteps(UnaskedSteps):
             for pair in [pair for pair in self._pairs if pair.late is not None]:
                 pair.convert_late()
 
+    def _clear_copies(self, set_to_none: bool) -> None:
+        """In an asynchronous ``step_fn``: clear the gradients that it has."""
+        copies = frozenset(id(pair.copy) for pair in self._pairs)
+        (self._runner.late.drop if set_to_none else self._runner.late.look)(copies)
+        self._clear(set_to_none, of_copies=True)
+
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
         return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))

@@ -43,10 +43,22 @@ class WrongParameters:
         self._before: list[tuple[ParameterPair, Fingerprint | None, Fingerprint]] = []
         """What was known of the model's own, and what they are, before it runs."""
         self._late: list[tuple[ParameterPair, Fingerprint]] = []
+        self._pairs: Sequence[ParameterPair] = ()
+        self._steps_now: set[int] = set()
+        """Parameters that an optimizer steps in the ``step_fn`` that runs, by id."""
+        self._left: list[ParameterPair] = []
+        """Those whose gradients an optimizer has taken, and ``step_fn`` has left."""
 
     def begin(self, pairs: Sequence[ParameterPair]) -> None:
         """A ``step_fn`` is about to run."""
-        self._before = []
+        self._before, self._pairs, self._steps_now = [], pairs, set()
+        if kept := sum(pair.adds_up for pair in self._left):
+            self._tell(
+                "kept",
+                f"gradients that the last step had taken were still in {kept} of the optimizer's copies, and those of "
+                "this step were added to them, as if zero_grad() were left out. Setting .grad of the model's own "
+                "parameters to None does not clear them: call optimizer.zero_grad() in step_fn",
+            )
         self._num_begun += 1
         if self._num_begun <= _WATCHED_STEPS:
             own = [pair for pair in pairs if pair.copy is not None and pair.twin is None]
@@ -80,12 +92,17 @@ class WrongParameters:
                 "so that nothing changes it. model.optim_parameters() has parameters that require gradients when it is "
                 "asked: add a group of the new ones, or ask for it before any are frozen",
             )
-        self._before, self._late = [], []
+        self._left = [pair for pair in self._pairs if pair.has_gradient and id(pair.copy) in self._steps_now]
+        self._before, self._late, self._pairs = [], [], ()
         text, self._text = self._text, ""
         return text
 
-    def note_optimizer(self, parameters: frozenset[int], pairs: Sequence[ParameterPair]) -> None:
-        """An optimizer that has these, by id, steps."""
+    def note_optimizer(
+        self, parameters: frozenset[int], pairs: Sequence[ParameterPair], *, has_closure: bool = False
+    ) -> None:
+        """An optimizer that has these, by id, steps; with a closure, which may clear gradients, or without."""
+        if not has_closure:
+            self._steps_now |= parameters
         if parameters <= self._stepped:
             return
         self._stepped |= parameters

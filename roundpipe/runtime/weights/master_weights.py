@@ -74,6 +74,10 @@ class MasterWeights:
     def __iter__(self) -> Iterator[ParameterPair]:
         return iter(self._pairs)
 
+    def of(self, parameter: torch.Tensor) -> ParameterPair | None:
+        """The pair of a parameter, if it is one of the model's, as of the latest look."""
+        return self._by_parameter.get(parameter)
+
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of the model's, as of the latest look."""
         return parameter in self._by_parameter
@@ -275,6 +279,14 @@ class MasterWeights:
             pair.start_again()
 
 
+def written_beside_update(names: Iterable[str]) -> ConfigError:
+    """The error for parameters that both an update and somebody else have written."""
+    return ConfigError(
+        f"{enumerated([*names])}: written while an asynchronous update was on its way, so that one of the two would "
+        "be lost. Write weights after synchronize(), or take steps that are not asynchronous: step(..., is_async=False)"
+    )
+
+
 def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
     """What was written into the model's weights since the last step holds for the copies too.
 
@@ -288,11 +300,7 @@ def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
         for pair in written:
             pair.agree()
             pair.is_written = False
-        raise ConfigError(
-            f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
-            "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
-            "not asynchronous: step(..., is_async=False)"
-        )
+        raise written_beside_update(pair.names[0] for pair in written)
     if unmarked:  # through `.data`: others may have been written where nobody looked
         written = [pair for pair in pairs if pair.is_written or pair.has_written_values]
     for pair in written:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain
@@ -17,6 +20,15 @@ from roundpipe.runtime.weights.banks import Banks, EarlyGradient, LateGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
 from roundpipe.runtime.weights.twins import Twin
+
+_ORIGINALS: MutableMapping[torch.Tensor, weakref.ref[nn.Parameter]] = WeakTensorKeyDictionary()
+"""By the copy, the parameter that it is of."""
+
+
+def original_of(copy: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that an optimizer's copy is of, whichever compiled model has made it; None: it is no copy."""
+    reference = _ORIGINALS.get(copy)
+    return None if reference is None else reference()
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +54,8 @@ class ParameterPair:
     """Where the model's weights and gradient are, if not in the parameter."""
     is_away: bool = False
     """Whether the copy is on the twin's device."""
+    adds_up: bool = False
+    """Whether the latest gradient was added to one that the copy had."""
     shown: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
     """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
     copy_version: int = 0
@@ -127,6 +141,7 @@ class ParameterPair:
             else:
                 copy = source.to("cpu", dtype, copy=True)
             self.copy = nn.Parameter(copy)
+        _ORIGINALS[self.copy] = weakref.ref(self.parameter)
         self.agree()
 
     def drop_copy_of_other_size(self) -> None:
@@ -263,7 +278,7 @@ class ParameterPair:
         if self.shard is not None:
             self.whole = gradient
             return
-        early = self.early.take(gradient)
+        early, self.adds_up = self.early.take(gradient), copy.grad is not None
         if late and copy.grad is None and early is None and self._suits_late(gradient):
             self.late, self.spare = LateGradient(gradient.detach()), None
         elif copy.grad is None and early is not None:
