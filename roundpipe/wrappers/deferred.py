@@ -125,8 +125,8 @@ class _Pipeline(torch.autograd.Function):
         deferred, ctx.deferred = ctx.deferred, None
         if deferred is None:
             raise BackwardError(
-                "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
-                "Sum the losses and call backward once, or run forward again"
+                "backward through a RoundPipe forward a second time: what it needs was freed by the first backward, "
+                "also with retain_graph=True. Sum the losses and call backward once, or run forward again"
             )
         changed = {
             name: None

@@ -29,12 +29,7 @@ from roundpipe.wrappers.model_reports import ModelReports
 from roundpipe.wrappers.model_view import ForwardOfModel, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
 from roundpipe.wrappers.session import Program, Session, TrainingCall
-from roundpipe.wrappers.training_arguments import (
-    check_gradients_are_on,
-    check_training_call,
-    pass_outputs,
-    with_loss_options,
-)
+from roundpipe.wrappers.training_arguments import check_training_call, pass_outputs, with_loss_options
 
 
 class RoundPipe(ModelReports):
@@ -169,7 +164,6 @@ class RoundPipe(ModelReports):
             Exception: what the model or ``loss_fn`` raises, with a note that says where, and one that asks for
                 ``zero_grad()`` if gradients of the call may have been added by then.
         """
-        check_gradients_are_on()
         options = with_loss_options(run_config, loss_reduction, loss_scope)
         return self._train(input_args, input_kwargs, label, loss_fn, return_outputs, options)
 
@@ -212,7 +206,7 @@ class RoundPipe(ModelReports):
             if isinstance(kwargs, list):
                 microbatches, label, running = given_microbatches(args, kwargs, label, options)
             for each in microbatches:
-                check_training_call(*each, loss_fn, return_outputs)
+                check_training_call(*each, loss_fn, return_outputs, has_backward)
                 self._session.check_arguments(*each)
             (args, kwargs), *_ = microbatches
             training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, running, has_backward)

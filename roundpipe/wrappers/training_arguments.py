@@ -27,17 +27,15 @@ def with_loss_options(
     return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
 
 
-def check_gradients_are_on() -> None:
-    """Raise `ConfigError` where autograd is off, as by mistake in code of an evaluation: it would be trained on."""
-    if not torch.is_grad_enabled():
+def check_training_call(
+    input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False, has_backward: bool = False
+) -> None:
+    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant, or where it can't."""
+    if has_backward and not torch.is_grad_enabled():  # as in a copied evaluation, which would be trained on
         raise ConfigError(
             "forward_backward was called where gradients are off, by torch.no_grad() or inference_mode(), and it makes "
             "gradients: to evaluate a loss, call forward_loss with the same arguments"
         )
-
-
-def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
-    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
     check_type("input_args", input_args, tuple | list, positional("input_kwargs"))
     check_keywords("input_kwargs", input_kwargs)
     if not callable(loss_fn):

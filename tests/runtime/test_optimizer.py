@@ -69,7 +69,7 @@ NOTHING_CHANGED = "step_fn changed none of the parameters that have gradients.*m
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_an_optimizer_of_other_parameters_is_noticed_once(model, side, is_async):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)  # the mistake
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=LR)  # the mistake
 
     def step_fn():
         optimizer.step()

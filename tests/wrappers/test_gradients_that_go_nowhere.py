@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -240,3 +241,88 @@ def test_an_average_of_weights_sees_the_latest_update(of_wrapper: bool) -> None:
             piped.synchronize()
             averages[1].update_parameters(model)
             assert_close(averages[0].state_dict(), averages[1].state_dict())
+
+
+def _clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _of_layers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_value_(parameters=[*model.parameters()][:2], clip_value=0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _stepped_and_cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    model.zero_grad()
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As nanoGPT's configure_optimizers has them."""
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("update", [_clipped, _of_layers, _stepped_and_cleared])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_of_the_models_own_parameters_trains_in_step_fn(
+    update: Callable[..., None], dtype: torch.dtype
+) -> None:
+    trained: list[dict[str, torch.Tensor]] = []
+    for is_own in (True, False):
+        model = _model().to(dtype)
+        with warnings.catch_warnings(), roundpipe.compile(model, devices=["cpu"]) as piped:
+            warnings.simplefilter("error")
+            copies = dict(zip(model.parameters(), piped.optim_parameters(), strict=True))
+            groups = _groups(model)
+            if not is_own:
+                groups = [{**group, "params": [copies[each] for each in group["params"]]} for group in groups]
+            optimizer = torch.optim.AdamW(groups, lr=0.05)
+            for _ in range(4):
+                loss_fn = lambda out, labels: nn.functional.cross_entropy(out.float(), labels)  # noqa: E731
+                piped.forward_backward((X.to(dtype),), label=LABELS, loss_fn=loss_fn, loss_reduction="mean")
+                piped.step(functools.partial(update, model, optimizer), is_async=False)
+            trained.append({name: each.detach().clone() for name, each in piped.optim_named_parameters()})
+            assert set(copies.values()) == {each for group in optimizer.param_groups for each in group["params"]}
+    assert_close(*trained, rtol=0, atol=0)
+
+
+def test_a_scaler_unscales_what_such_an_optimizer_steps() -> None:
+    trained = []
+    for is_own in (True, False):
+        model, scaler = _model(), roundpipe.GradScaler(init_scale=1024.0)
+        with roundpipe.compile(model, devices=["cpu"]) as piped:
+            optimizer = torch.optim.SGD(model.parameters() if is_own else piped.optim_parameters(), lr=0.1)
+
+            def update(scaler: Any = scaler, optimizer: Any = optimizer) -> None:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+            for _ in range(3):
+                loss_fn = lambda *given, scaler=scaler: scaler.scale(nn.functional.cross_entropy(*given))  # noqa: E731
+                piped.forward_backward((X,), label=LABELS, loss_fn=loss_fn, loss_reduction="mean")
+                piped.step(update, is_async=False)
+            trained.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    assert_close(*trained)
+
+
+def test_lbfgs_has_a_list_of_its_own() -> None:
+    model = _model()
+    with roundpipe.compile(model, devices=["cpu"]) as piped:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            piped.forward_backward((X,), label=LABELS, loss_fn=nn.functional.cross_entropy, loss_reduction="mean")
+            piped.synchronize()
+            return _evaluated(piped)
+
+        before = _evaluated(piped)
+        for _ in range(3):
+            piped.step(lambda: optimizer.step(closure), is_async=False)
+        assert _evaluated(piped) < 0.7 * before

@@ -201,9 +201,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
                 handed_on |= {place.words for place in now.changed() if completed.are_all_of(place)}
                 handed_on |= {words for (module, name), words in changed.items() if _is_private_flag(module, name)}
-                lost = [words for words in changes if words not in handed_on]
-                lost += attempt.recorder.findings.not_kept
-                if lost:
+                if lost := [words for words in changes if words not in handed_on]:
                     words = "%s: its forward sets %s; the compiled model runs as if it had not"
                     logger.warning(words, type(world.model).__name__, ", ".join(lost))
                 _warn_of_tensors(world.model, attempt.recorder.findings.not_kept)

@@ -26,8 +26,21 @@ def adopt(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> N
             f"adopt(): the {type(optimizer).__name__} has none of the model's trainable parameters; make it from "
             "the parameters of this model, or from optim_parameters()"
         )
-    for group in optimizer.param_groups:
-        group["params"] = [copies.get(parameter, parameter) for parameter in group["params"]]
+    _put_copies(optimizer, [pair for pair in pairs if pair.parameter in copies])
+
+
+def adopt_own(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> None:
+    """The same of an optimizer that steps, as far as it has parameters of the model's own, and not the copies, too."""
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = [pair for pair in pairs if pair.parameter in given and pair.copy is not None and pair.copy not in given]
+    if own:
+        _put_copies(optimizer, own)
+
+
+def _put_copies(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> None:
+    copies = {pair.parameter: pair.copy for pair in pairs if pair.copy is not None}
+    for group in optimizer.param_groups:  # in place: LBFGS has the list itself
+        group["params"][:] = [copies.get(parameter, parameter) for parameter in group["params"]]
     for parameter, copy in copies.items():
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)

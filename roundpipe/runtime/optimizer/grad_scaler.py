@@ -33,6 +33,8 @@ class ScalerScope:
     def __init__(self, agree: Callable[[float], Sequence[float]] | None = None) -> None:
         """``agree`` gives the numbers of all ranks that have a part of the gradients."""
         self.agree = agree or (lambda value: [value])
+        self.adopt: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Gives an optimizer the parameters that have gradients in ``step_fn``."""
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
     @property
@@ -149,10 +151,11 @@ class GradScaler:
         self._enter_scope()
         if optimizer in self._overflowed:
             raise ConfigError("unscale_() was called twice for this optimizer since the last update()")
-        inverse = 1.0 / self._scale_used
+        inverse, scope = 1.0 / self._scale_used, _SCOPE.get()
+        if scope is not None:
+            scope.adopt(optimizer)
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         overflows = [_unscale(parameter, inverse) for parameter in parameters if parameter.grad is not None]
-        scope = _SCOPE.get()
         self._overflowed[optimizer] = any(overflows if scope is None else scope.agree(any(overflows)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

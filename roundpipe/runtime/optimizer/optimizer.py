@@ -31,7 +31,7 @@ from torch import nn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ClosedError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
-from roundpipe.runtime.optimizer import plain_loop
+from roundpipe.runtime.optimizer import step_hooks
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
 from roundpipe.runtime.optimizer.update import StepHandle, Update, UpdateRunner
@@ -118,7 +118,7 @@ class OptimizerSide(UpdateSteps):
         self._closed = False
         self._deadline_s = deadline_s
         self._turn_lock = threading.RLock()
-        plain_loop.watch(self)
+        step_hooks.watch(self)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -395,6 +395,6 @@ class OptimizerSide(UpdateSteps):
             self.come_home(with_copies=False)
         finally:
             self._closed = True
-            plain_loop.unwatch(self)
+            step_hooks.unwatch(self)
             self._updates.close()
         self.raise_pending()

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from roundpipe.core.checks import is_number
 from roundpipe.core.errors import ConfigError, RoundPipeError, add_note, shown
 from roundpipe.core.options import check_passed_on
 from roundpipe.runtime.config import OPTIONS
+from roundpipe.runtime.optimizer.adoption import adopt_own
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.late_gradients import LateGradients
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
@@ -152,7 +153,7 @@ class UpdateRunner:
         self._name = name
         self.ranks = ranks
         self._log = log
-        self._scalers = scalers
+        self._scalers, scalers.adopt = scalers, self.adopt
         self.options = OptionWatch()
         self.late = LateGradients()
         self.pieces = PiecewiseUpdates(self.late)
@@ -264,6 +265,15 @@ class UpdateRunner:
                     "changes it while losses are scaled. Use roundpipe.GradScaler, which has the same methods"
                 )
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """One that is about to step and has the model's own parameters gets the copies of them."""
+        adopt_own(optimizer, self._pairs)
+
+    def copies_of(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The same with copies in the place of the model's own parameters, which have no gradients in ``step_fn``."""
+        copies = {pair.parameter: pair.copy for pair in self._pairs}
+        return [copies.get(each, each) for each in parameters]  # type: ignore[call-overload]
+
     def late_of(self, parameters: Sequence[torch.Tensor]) -> LateGradients | None:
         """Late gradients that can be clipped, together with others of these; None: there are none."""
         if not self.late.has(parameters):
@@ -272,10 +282,6 @@ class UpdateRunner:
             return self.late
         self.late.look(map(id, parameters))  # others are on a device
         return None
-
-    def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients of these are about to be clipped, or their norm taken, in ``step_fn``."""
-        self._wrong.note_clipping(parameters, self._pairs)
 
     def _look(self, before: Sequence[Fingerprint]) -> bool:
         """Whether ``step_fn`` has changed nothing, which is told of.
@@ -294,7 +300,7 @@ class UpdateRunner:
             self._warnings.append(
                 "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
                 "gradients accumulate), the optimizer is made from other parameters: make it from "
-                "model.optim_parameters(), not from model.parameters() or those of the original module"
+                "model.optim_parameters(), or from those of the module that was compiled"
             )
         return is_wrong
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from roundpipe.core.errors import enumerated
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
@@ -109,19 +107,8 @@ class WrongParameters:
         if own := sum(id(pair.parameter) in parameters for pair in pairs if pair.copy is not None):
             self._tell(
                 "optimizer",
-                f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, which "
-                "get no gradients there: they are not trained. Make its groups, also those that are added later, "
-                "from model.optim_parameters() or model.optim_named_parameters()",
-            )
-
-    def note_clipping(self, parameters: Iterable[torch.Tensor], pairs: Sequence[ParameterPair]) -> None:
-        """Gradients of these are clipped."""
-        given = set(map(id, parameters))
-        if any(id(pair.parameter) in given for pair in pairs if pair.copy is not None):
-            self._tell(
-                "clipping",
-                "step_fn clips, or takes the norm of, gradients of the model's own parameters, which have none there: "
-                "nothing is clipped. Give model.optim_parameters()",
+                f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, and it "
+                "has model.optim_parameters() of them, too: the model's own get no gradients there. Leave them out",
             )
 
     def _tell(self, kind: str, text: str) -> None:
