@@ -161,8 +161,7 @@ class RoundPipe(ModelReports):
 
         Raises:
             ConfigError: gradients are off where it is called.
-            Exception: what the model or ``loss_fn`` raises, with a note that says where, and one that asks for
-                ``zero_grad()`` if gradients of the call may have been added by then.
+            Exception: of the model or ``loss_fn``, with a note of where, and of whether to call ``zero_grad()``.
         """
         options = with_loss_options(run_config, loss_reduction, loss_scope)
         return self._train(input_args, input_kwargs, label, loss_fn, return_outputs, options)
