@@ -21,14 +21,14 @@ from roundpipe.effects.places import is_layer_of_torch
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 from roundpipe.runtime.microbatch.merge import is_function
-from roundpipe.runtime.microbatch.split import batch_size
+from roundpipe.runtime.microbatch.split import Split, batch_size
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_Subject = Literal["buffers", "evaluation", "lists", "mixing", "rows", "scalars"]
+_Subject = Literal["buffers", "entries", "evaluation", "lists", "mixing", "rows", "scalars"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
@@ -108,6 +108,19 @@ class BatchWarnings:
                 f"entries, as if they were the samples. Use num_microbatch=1, or {how}",
             )
         return config
+
+    def whole_if_listed(self, config: ResolvedConfig, pieces: Split) -> bool:
+        """Whether a batch by default runs whole since its pieces would get the same entries of lists; warns of it."""
+        if not pieces.lists or pieces.num_microbatches == 1 or not self.may_choose(config):
+            return False
+        self._warn_once(
+            "entries",
+            f"{', '.join(pieces.lists)}: a list or array of as many entries as the batch has samples, which may be "
+            "theirs, and only tensors are split. So the batch is not cut but runs as one microbatch. If the entries "
+            "belong to the samples, give split_input or split_label a function that splits the list; if they don't, "
+            "give num_microbatch",
+        )
+        return True
 
     def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
         """The config for a call, which cuts nothing where the pieces of a batch would not give what the whole does.

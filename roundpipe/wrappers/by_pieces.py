@@ -66,6 +66,8 @@ class ByPieces:
         config = self.warnings.whole_if_small(self.warnings.in_one_piece(config, None), args, kwargs)
         cut = functools.partial(split, args, kwargs, label, earlier=self._earlier, warns=False)
         pieces, self.has_added = cut(config=config), False
+        if self.warnings.whole_if_listed(config, pieces):
+            pieces = cut(config=config.in_one_piece())
         if pieces.num_microbatches == 1 or not self.warnings.may_choose(config):
             pieces.warn()
             try:

@@ -286,6 +286,8 @@ class ChainRunner(Runner):
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
         again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, is_evaluation=is_evaluation)
         pieces = split(args, kwargs, label, config, self._earlier, warns=False)
+        if self._batch_warnings.whole_if_listed(config, pieces):
+            return again()
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # which needs no weights
