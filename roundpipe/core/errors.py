@@ -64,10 +64,11 @@ def note_place(error: BaseException, where: str) -> None:
     add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
 
 
-def is_of_loss(error: BaseException) -> bool:
-    """Whether an exception was raised in a loss function, as its notes say."""
+def is_of_loss(error: BaseException, microbatch: int | None = None) -> bool:
+    """Whether an exception was raised in a loss function, as its notes say; for this microbatch, if one is given."""
+    end = "phase loss_fn" if microbatch is None else f"microbatch {microbatch}, phase loss_fn"
     notes = (str(note) for note in getattr(error, "__notes__", ()))
-    return any(note.startswith(_RAISED_IN) and note.endswith("phase loss_fn") for note in notes)
+    return any(note.startswith(_RAISED_IN) and note.endswith(end) for note in notes)
 
 
 _OF_SIZES = (

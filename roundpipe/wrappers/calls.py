@@ -125,6 +125,7 @@ class ChainRunner(Runner):
             make_tail=self.tails.tail if has_backward and not training.return_outputs else None,
             share=training.share,
             is_evaluation=not has_backward,
+            is_merged=training.return_outputs,
         )
         if calls is None:
             return self.in_parts().forward_backward(replace(training, options=options))
@@ -282,6 +283,7 @@ class ChainRunner(Runner):
         share: CallShare | None = None,
         *,
         is_evaluation: bool,
+        is_merged: bool = True,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches as one round, or as few as can be; None, and the fallback's options, if one has no chain.
 
@@ -293,8 +295,9 @@ class ChainRunner(Runner):
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self._known_chain)
         config = self._batch_warnings.whole_if_small(config, args, kwargs)
+        ways: dict[str, Any] = {"is_evaluation": is_evaluation, "is_merged": is_merged}
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
-        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, is_evaluation=is_evaluation)
+        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, **ways)
         pieces = split(args, kwargs, label, config, self._earlier, warns=False)
         if self._batch_warnings.whole_if_listed(config, pieces):
             return again()
@@ -341,6 +344,8 @@ class ChainRunner(Runner):
             if self._batch_warnings.in_one_piece(config, call.chain) is not config:
                 self.last_chain = self._known_chain = call.chain
                 return again()
+        if self._batch_warnings.whole_if_odd(config, pieces, [call.chain for call in calls], is_merged=is_merged):
+            return again()
         pieces.warn()
         if number > 1:
             self._batch_warnings.look_at_norms(self.model, config, number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -23,7 +24,7 @@ from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.split import batch_size
-from roundpipe.wrappers.host_gradients import HostGradients
+from roundpipe.wrappers.host_gradients import HostGradients, reaches
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import CallSnapshot
 from roundpipe.wrappers.session import Session, TrainingCall
@@ -83,7 +84,7 @@ class LossesByPieces:
         try:
             result = train(calls, training, config)
         except Exception as error:
-            if before is None or not is_of_piece(error) or GRADIENTS_ADDED in getattr(error, "__notes__", ()):
+            if before is None or not is_of_piece(error) or not before.can_restore(error):
                 raise
             before.restore()
             return self.run_whole(again, error, training.loss_fn, sizes)
@@ -122,7 +123,8 @@ class LossesByPieces:
         return result
 
     def _of(self, loss_fn: Any) -> KnownLoss:
-        return self._known.setdefault(code_of(getattr(loss_fn, "__func__", loss_fn)), KnownLoss())
+        function = loss_fn.__func__ if isinstance(loss_fn, MethodType) else loss_fn
+        return self._known.setdefault(code_of(function), KnownLoss())
 
 
 class BeforeRound:
@@ -130,18 +132,26 @@ class BeforeRound:
 
     def __init__(self, session: Session, model: nn.Module, calls: Sequence[Call]) -> None:
         if any(call.inventory.buffers for call in calls):
-            session.wait_idle()  # an earlier round may still write them
+            session.engine.wait_idle()  # an earlier round may still write them
         self._python_random = python_random_state()
         loss_fn = calls[0].loss_fn
         self._code: list[CallSnapshot | FirstCall] = [CallSnapshot(call, thorough=True) for call in calls]
         self._code += map(FirstCall, modules_of_loss(loss_fn, model))
-        self._gradients = HostGradients(loss_fn, session.gradient_counts, session.wait_idle)
-        self._gradients.note(keeps_values=True)
+        self._gradients: HostGradients | None = None
+        if not reaches(loss_fn, model):  # else it would wait for the update, which calls don't
+            self._gradients = HostGradients(loss_fn, session.gradient_counts, session.wait_idle)
+            self._gradients.note(keeps_values=True)
+
+    def can_restore(self, error: Exception) -> bool:
+        """Whether nothing is left of the microbatches, one of which has raised this, once `restore` is called."""
+        if GRADIENTS_ADDED in getattr(error, "__notes__", ()):
+            return False
+        return self._gradients is not None or is_of_loss(error, microbatch=0)  # before any backward
 
     def restore(self) -> None:
         for each in reversed(self._code):
             each.restore()
-        if self._gradients.have_come:
+        if self._gradients is not None and self._gradients.have_come:
             self._gradients.restore()
         set_python_random_state(self._python_random)
 

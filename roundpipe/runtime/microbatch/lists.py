@@ -48,6 +48,20 @@ def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = 
     return UnclearList(input_name(place), len(entries), size, _has_fellow((inputs, label), entries))
 
 
+Kind = tuple[torch.dtype, torch.Size] | None
+"""Of tensors that may be joined along dimension 0."""
+
+
+def kind_of_samples(tensor: torch.Tensor) -> Kind:
+    """Equal for tensors whose rows may be samples of one kind, as of two batches; None for vectors and matrices.
+
+    The latter are those as long as wide, such as which nodes are neighbours.
+    """
+    if tensor.ndim < 2 or tensor.shape[0] in tensor.shape[1:2]:
+        return None
+    return tensor.dtype, tensor.shape[1:]
+
+
 def are_of_samples(entries: Sequence[Any], size: int) -> bool:
     """Whether a list or tuple, as long as a batch of this size, has an entry for each sample, as it seems.
 

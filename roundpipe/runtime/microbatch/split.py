@@ -24,7 +24,7 @@ from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.leaves import batched_leaf, input_name, packed_leaves
-from roundpipe.runtime.microbatch.lists import are_of_samples
+from roundpipe.runtime.microbatch.lists import Kind, are_of_samples, kind_of_samples
 from roundpipe.runtime.microbatch.merge import (
     RoundPipePackedData,
     check_leaf_spec,
@@ -59,6 +59,8 @@ class Split:
     """Samples of each microbatch; None: not known."""
     batches: Sequence[Inputs] | None = None
     """By whose data code of the model decides about each microbatch; None: by its own."""
+    others: Sequence[str] = ()
+    """Tensors of another length that are as those that were cut otherwise, and that every microbatch gets all of."""
     lists: Sequence[str] = ()
     """What has an entry for each sample, as it seems, and every microbatch gets all of."""
     warn: Callable[[], None] = lambda: None
@@ -136,8 +138,10 @@ def split(
     labels = division.split_labels(label, config.split_label)
     if warns:
         division.warn()
+    others = [name for name, kind in division.kinds.items() if kind in division.cut_kinds]
     all_args, all_kwargs = [args for args, _ in pieces], [kwargs for _, kwargs in pieces]
-    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches, division.lists, division.warn)
+    told = others, division.lists, division.warn
+    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches, *told)
 
 
 @dataclass(slots=True)
@@ -158,6 +162,10 @@ class Division:
     earlier: EarlierCalls = field(init=False, default_factory=EarlierCalls)
     lists: list[str] = field(init=False, default_factory=list)
     """Lists with an entry for each sample, as it seems, which every microbatch gets all of."""
+    kinds: dict[str, Kind] = field(init=False, default_factory=dict)
+    """By name, of tensors that every microbatch gets all of and that may be other samples."""
+    cut_kinds: set[Kind] = field(init=False, default_factory=set)
+    """Of tensors that were cut."""
 
     def __post_init__(self) -> None:
         self.events = [[] for _ in range(self.num_microbatches)]
@@ -222,9 +230,12 @@ class Division:
         length, known = value.size(0), self.earlier.shared.get(name, ())
         if self.sizes is None or length != sum(self.sizes) or length in known:
             self.whole.append(name)
+            if path[0].key != "label" and (kind := kind_of_samples(value)) is not None:
+                self.kinds[name] = kind
             if self.sizes is not None:
                 self.earlier.shared.setdefault(name, set()).add(length)
             return [value] * number
+        self.cut_kinds.add(kind_of_samples(value))
         return cut(value, self.sizes, 0, name)
 
     def _split_packed(self, packed: RoundPipePackedData, spec: Any, path: Path) -> list[Any]:
