@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from roundpipe.runtime.config import resolve
 from roundpipe.runtime.microbatch.lists import are_of_samples
+from roundpipe.runtime.microbatch.split import split
 from tests.runtime.models import assert_same, gradients
 
 NUMBER, WIDTH, CLASSES = 6, 8, 5
@@ -176,6 +178,22 @@ def test_what_layers_have_is_cut_though_there_are_as_many_layers_as_samples() ->
             torch.testing.assert_close(loss, expected.detach())
             assert numbers[-1] == 3
     assert not any("as many entries" in str(each.message) for each in caught)
+
+
+class Cache:
+    """Of keys, as a decoder's: an object for each layer, which has none at first."""
+
+    def __init__(self, keys: Any) -> None:
+        self.layers = [type("Layer", (), {})() for _ in range(4)]
+        for layer in self.layers:
+            layer.keys, layer.length = keys, torch.zeros(1)
+
+
+@pytest.mark.parametrize("keys", [None, torch.zeros(4, 3)])
+def test_layers_in_a_cache_are_no_samples(keys: Any) -> None:
+    config = resolve(None, None, num_devices=2)
+    assert not split((torch.zeros(4, 3), Cache(keys)), {}, None, config, warns=False).lists
+    assert split((torch.zeros(4, 3), Cache(keys).layers), {}, None, config, warns=False).lists == ["args[1]"]
 
 
 ROWS, TABLE = torch.zeros(4, 3), torch.zeros(7)

@@ -62,14 +62,20 @@ def kind_of_samples(tensor: torch.Tensor) -> Kind:
     return tensor.dtype, tensor.shape[1:]
 
 
-def are_of_samples(entries: Sequence[Any], size: int) -> bool:
+_PLAIN = (str, bytes, int, float, complex, torch.Tensor, Mapping, list, tuple)
+
+
+def are_of_samples(entries: Sequence[Any], size: int, *, in_object: bool = False) -> bool:
     """Whether a list or tuple, as long as a batch of this size, has an entry for each sample, as it seems.
 
     Such as a dict of boxes for each image, texts, or tensors of other lengths. Not what layers have, such as keys and
-    values, whose tensors all have the samples in dimension 0; nor a tuple of numbers, or of things of several kinds.
+    values, whose tensors all have the samples in dimension 0; nor a tuple of numbers, or of things of several kinds;
+    nor, ``in_object``, such as a cache, what is an object itself, such as that of a layer.
     """
     given = [entry for entry in entries if entry is not None]
     if not given or any(isinstance(entry, RoundPipePackedData) for entry in given):
+        return False
+    if in_object and not all(isinstance(entry, _PLAIN) for entry in given):
         return False
     if all(isinstance(entry, Mapping) for entry in given):
         return True

@@ -207,7 +207,9 @@ class Division:
         others = self.earlier.lists.setdefault(name, set())
         if length != size:
             others.add(length)
-        elif length not in others and (is_array or are_of_samples(value, size)):
+        elif length in others:
+            return
+        elif is_array or are_of_samples(value, size, in_object=any(access.kind != "item" for access in path[1:])):
             self.lists.append(name)
 
     def _split_leaf(self, value: Any, spec: Any, path: Path) -> list[Any]:
