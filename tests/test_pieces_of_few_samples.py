@@ -195,13 +195,15 @@ class Rows(nn.Module):
         return self.layer(x) + (0.0 * random.random() if self.draws else 0.0)
 
 
+@pytest.mark.parametrize("given", [None, 3], ids=["default", "given"])
 @pytest.mark.parametrize("draws", [False, True], ids=["traced", "in parts"])
-def test_that_there_are_fewer_samples_than_microbatches_is_said_once_per_wrapper(draws: bool) -> None:
+def test_fewer_samples_than_microbatches_that_somebody_asked_for_are_said_once(draws: bool, given: int | None) -> None:
+    options = RoundPipeRunConfig(num_microbatch=given)
     for _ in range(2):
         with pair(lambda: Rows(draws)) as (piped, _, reference), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for number in (1, 1, 2, 6, 1):
                 x = double(number, WIDTH)
-                torch.testing.assert_close(piped(x), reference(x))
-        (told,) = (str(each.message) for each in caught if "so it runs as" in str(each.message))
-        assert told == "the batch has 1 sample, so it runs as 1 microbatch instead of 3"
+                torch.testing.assert_close(piped(x, roundpipe_run_config=options), reference(x))
+        told = [str(each.message) for each in caught if "so it runs as" in str(each.message)]
+        assert told == ["the batch has 1 sample, so it runs as 1 microbatch instead of 3"][: given or 0]

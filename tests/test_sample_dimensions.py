@@ -81,7 +81,7 @@ def test_a_list_with_one_output_for_each_sample_is_warned_of():
 
     with roundpipe.compile(Detector(), devices=["cpu", "cpu"]) as piped:
         with pytest.warns(UserWarning, match=r"output\[0\] is of one sample alone.*num_microbatch=1"):
-            piped(torch.randn(6, 4))
+            piped(torch.randn(6, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
         assert len(piped(torch.randn(6, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))) == 6
 
 

@@ -171,10 +171,16 @@ def test_how_images_belong_to_texts_can_be_told():
         assert_eagers(piped, own, given, 2)
 
 
-def test_a_loss_that_takes_groups_says_that_the_batch_was_cut():
-    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+def test_a_loss_that_takes_groups_has_the_batch_run_whole_unless_a_number_says_that_it_is_cut():
+    def in_groups(outputs, _):
+        return outputs.view(-1, 4).std(1).sum()
+
+    network, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(8, 4)
     with roundpipe.compile(network, devices=["cpu", "cpu"]) as piped:
         with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
-            piped.forward_backward((torch.randn(8, 4),), loss_fn=lambda outputs, _: outputs.view(-1, 4).std(1).sum())
+            piped.forward_backward((x,), loss_fn=in_groups, run_config=RoundPipeRunConfig(num_microbatch=3))
         (note,) = (each for each in caught.value.__notes__ if "loss_fn was called with one of the 3" in each)
         assert 'loss_scope="batch"' in note
+        with pytest.warns(UserWarning, match="loss_fn can't run a piece of a batch by itself"):
+            loss = piped.forward_backward((x,), loss_fn=in_groups)
+        torch.testing.assert_close(loss, in_groups(network(x), None).detach())

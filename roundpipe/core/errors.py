@@ -64,6 +64,13 @@ def note_place(error: BaseException, where: str) -> None:
     add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
 
 
+def is_of_loss(error: BaseException, microbatch: int | None = None) -> bool:
+    """Whether an exception was raised in a loss function, as its notes say; for this microbatch, if one is given."""
+    end = "phase loss_fn" if microbatch is None else f"microbatch {microbatch}, phase loss_fn"
+    notes = (str(note) for note in getattr(error, "__notes__", ()))
+    return any(note.startswith(_RAISED_IN) and note.endswith(end) for note in notes)
+
+
 _OF_SIZES = (
     *("out of range", "out of bounds", "offsets", "must match", "not match", "invalid for input of size"),
     *("cannot reshape", "number of ones in mask", "Expected target size", "to match target batch_size"),

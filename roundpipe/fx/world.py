@@ -17,7 +17,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
-from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at
+from roundpipe.core.module_tree import buffers_at, modules_in, named_modules_in, parameters_at, places_in
 from roundpipe.fx.fakes import RecallingMode, fake_input, fake_of, is_fake, running_on_fakes
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, equates_with, expression_of
 from roundpipe.fx.twin import make_twin, users_own
@@ -193,7 +193,7 @@ class FakeWorld:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _make_fakes(self) -> None:
-        modules = named_modules_in(self.model)
+        modules = dict(places_in(self.model))  # one module may have several names
         inputs = {place.identity for place in self._places.values()}
         self.real.update(parameters_at(self.model))
         for path, buffer in buffers_at(self.model):

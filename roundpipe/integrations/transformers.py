@@ -47,9 +47,9 @@ from roundpipe.integrations.stand_in import (
 from roundpipe.integrations.training_step import step_around
 from roundpipe.runtime.config import AUTO, RoundPipeRunConfig
 from roundpipe.runtime.microbatch.pieces import BatchPieces
-from roundpipe.wrappers.batch_warnings import warn_of_whole
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.whole_warnings import warn_of_whole
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -5,7 +5,7 @@ that of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,21 +14,24 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import OnlyWholeError, TraceCause, said, shortened
+from roundpipe.core.errors import OnlyWholeError, TraceCause
 from roundpipe.core.layers import LayerChain, Mixing
 from roundpipe.core.module_tree import puts_time_first
 from roundpipe.effects.places import is_layer_of_torch
+from roundpipe.fx.passes.sample_dependence import ONE_SAMPLE_ALONE
+from roundpipe.fx.passes.sample_dimensions import NO_SAMPLES
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.microbatch.lists import unclear_list, uncuttable_samples
 from roundpipe.runtime.microbatch.merge import is_function
-from roundpipe.runtime.microbatch.split import batch_size
+from roundpipe.runtime.microbatch.split import Split, batch_size
+from roundpipe.wrappers.whole_warnings import warn_of_whole
 
 MOST_READ = 3
 """Calls whose outputs on a device are looked at: each look waits for the device."""
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_Subject = Literal["buffers", "evaluation", "lists", "mixing", "rows", "scalars"]
+_Subject = Literal["buffers", "entries", "evaluation", "lists", "mixing", "rows", "scalars", "sizes"]
 _CHANGES = "its forward changes what it computes with, and does so for each microbatch"
 _WHY_WHOLE: dict[TraceCause | None, str] = {
     TraceCause.ACTIVATION_DATA: "its forward decides by an activation, and each microbatch decides by its own",
@@ -108,6 +111,51 @@ class BatchWarnings:
                 f"entries, as if they were the samples. Use num_microbatch=1, or {how}",
             )
         return config
+
+    def whole_if_listed(self, config: ResolvedConfig, pieces: Split) -> bool:
+        """Whether a batch by default runs whole since its pieces would get the same entries of lists; warns of it."""
+        if not pieces.lists or pieces.num_microbatches == 1 or not self.may_choose(config):
+            return False
+        self._warn_once(
+            "entries",
+            f"{', '.join(pieces.lists)}: a list or array of as many entries as the batch has samples, which may be "
+            "theirs, and only tensors are split. So the batch is not cut but runs as one microbatch. If the entries "
+            "belong to the samples, give split_input or split_label a function that splits the list; if they don't, "
+            "give num_microbatch",
+        )
+        return True
+
+    def whole_if_odd(
+        self, config: ResolvedConfig, pieces: Split, chains: Iterable[LayerChain], *, is_merged: bool
+    ) -> bool:
+        """Whether a batch by default runs whole since outputs of its pieces would not make up that of it; warns of it.
+
+        That is where a list has an output for each sample, if outputs are merged; and where an argument seems to be a
+        batch of another size, of which every piece would give all outputs.
+        """
+        if pieces.num_microbatches == 1 or not self.may_choose(config) or config.merge_output not in (None, True):
+            return False
+        odd = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
+        single = [path for path, why in odd.items() if why == ONE_SAMPLE_ALONE and is_merged]
+        if single:
+            self._warn_once(
+                "rows",
+                f"output{trees.path_string(min(single, key=str))} is of one sample alone, as where a list has an "
+                "output for each sample, and microbatches' lists are not joined. So the batch is not cut but runs as "
+                "one microbatch; merge_output can say how they are merged, and num_microbatch cuts it",
+            )
+            return True
+        without = [path for path, why in odd.items() if why == NO_SAMPLES]
+        if without and pieces.others:
+            self._warn_once(
+                "sizes",
+                f"{', '.join(pieces.others)} may be a batch of another size, of which every microbatch would get all "
+                f"samples, and output{trees.path_string(without[0])} has not those of the first. So the batch is not "
+                "cut but runs as one microbatch. If all samples share it, give num_microbatch; if not, split_input can "
+                "say how it is split",
+            )
+            return True
+        return False
 
     def in_one_piece(self, config: ResolvedConfig, chain: LayerChain | None) -> ResolvedConfig:
         """The config for a call, which cuts nothing where the pieces of a batch would not give what the whole does.
@@ -339,23 +387,6 @@ class BatchWarnings:
                 "are true: say by merge_output how it is merged, or use num_microbatch=1"
             )
         warn(f"output{trees.path_string(differing[0])} of {self._name} {text}")
-
-
-def warn_of_whole(name: str, error: OnlyWholeError, advice: str, *, is_small: bool) -> None:
-    """Say that batches run in one piece from now on, since a piece of one has raised this.
-
-    ``is_small``: those that have such a piece, which has too few samples.
-    """
-    number, what, text = error.num_samples, "a batch", "batches are not cut from now on but run"
-    if is_small:
-        what = "1 sample" if number == 1 else f"{number} samples"
-        text, advice = "a batch with such a piece is not cut but runs", ""
-    words = f"the model can't run a piece of {what} by itself ({_words_of(error)}), but the whole batch"
-    warn(f"{name}: {words}. So {text} as one microbatch{advice and f'. {advice}'}")
-
-
-def _words_of(error: OnlyWholeError) -> str:
-    return shortened(said(error).partition("\n")[0], 200)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -20,6 +20,7 @@ from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.microbatch.split import EarlierCalls, Split, split
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.host_gradients import HostGradients
+from roundpipe.wrappers.losses_by_pieces import LossesByPieces, is_of_piece, may_choose, modules_of_loss
 from roundpipe.wrappers.session import Session
 
 _NOT_OF_PIECES = (RoundPipeError, MemoryError, *OUT_OF_MEMORY)
@@ -42,6 +43,7 @@ class ByPieces:
 
     def __post_init__(self) -> None:
         self._earlier = EarlierCalls()
+        self._losses = LossesByPieces(self.model)
         self._smallest: dict[tuple[bool, bool], int] = {}
         """Samples of the smallest piece that has run, by whether in training, and with gradients."""
 
@@ -64,8 +66,12 @@ class ByPieces:
         ``run`` is also told to keep gradients apart until all of them have run: sizes are new.
         """
         config = self.warnings.whole_if_small(self.warnings.in_one_piece(config, None), args, kwargs)
+        if loss_fn is not None:
+            config = self._losses.config_for(config, args, kwargs, loss_fn)
         cut = functools.partial(split, args, kwargs, label, earlier=self._earlier, warns=False)
         pieces, self.has_added = cut(config=config), False
+        if self.warnings.whole_if_listed(config, pieces):
+            pieces = cut(config=config.in_one_piece())
         if pieces.num_microbatches == 1 or not self.warnings.may_choose(config):
             pieces.warn()
             try:
@@ -75,10 +81,17 @@ class ByPieces:
                 raise
         mode, smallest = (self.model.training, torch.is_grad_enabled()), min(pieces.sizes or [0])
         is_new = smallest < self._smallest.get(mode, smallest + 1)
+        has_loss = loss_fn is not None and may_choose(config)
+        may_be_whole = has_loss and not self._losses.has_run(loss_fn, pieces.sizes or ())
+        is_new = is_new or may_be_whole
         before = _Before(self.session, self.model, loss_fn if is_new else None)
         try:
             result = run(pieces, is_new)
         except Exception as error:
+            if may_be_whole and not self.has_added and is_of_piece(error):
+                before.restore()
+                whole = functools.partial(run, cut(config=config.in_one_piece()), False)
+                return self._losses.run_whole(whole, error, loss_fn, pieces.sizes or ())
             if self.has_added or self._failed is None or error is not self._failed[0]:
                 self._note(error, args, kwargs, pieces)
                 raise
@@ -121,7 +134,7 @@ class _Before:
         if loss_fn is not None:
             gradients = HostGradients(loss_fn, session.gradient_counts, session.wait_idle)
             gradients.note(keeps_values=True)
-            self._code += [CodeSnapshot([], loss_fn), gradients]
+            self._code += [*map(FirstCall, modules_of_loss(loss_fn, model)), CodeSnapshot([], loss_fn), gradients]
 
     def restore(self) -> None:
         for each in self._code:

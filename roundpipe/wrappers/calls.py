@@ -30,7 +30,7 @@ from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.microbatch.merge import OutputLayout, merge
+from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import EarlierCalls, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
@@ -40,12 +40,13 @@ from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.hook_warnings import HookWarnings
 from roundpipe.wrappers.host_gradients import reaches, wait_for_weights
 from roundpipe.wrappers.loss_warnings import LossWarnings
+from roundpipe.wrappers.losses_by_pieces import LossesByPieces
 from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
-from roundpipe.wrappers.tails import TailSource, kind_of_sum, samples_of
-from roundpipe.wrappers.term_counts import added_outputs, count_loss, count_outputs
+from roundpipe.wrappers.tails import TailSource, kind_of_sum
+from roundpipe.wrappers.term_counts import added_outputs, count_loss, count_outputs, layout_of
 from roundpipe.wrappers.variants import JointChain, JointChains, chains_of
 
 
@@ -74,7 +75,7 @@ class ChainRunner(Runner):
         self._loss_warnings = LossWarnings(self.model)
         self._batch_warnings = BatchWarnings(type(self.model).__name__)
         self.hook_warnings = HookWarnings(self.model)
-        self._earlier = EarlierCalls()
+        self._losses, self._earlier = LossesByPieces(self.model), EarlierCalls()
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -99,17 +100,21 @@ class ChainRunner(Runner):
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         look_at_hooks()
         self.session.optimizer.raise_pending()
-        layout, mixing = _layout_of(calls), calls[0].chain.mixing
+        layout, mixing = layout_of(calls), calls[0].chain.mixing
         self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd, mixing)
         return merge(outputs, config, scalars=scalars, layout=layout)
 
     def forward_backward(self, training: TrainingCall) -> Any:
-        session, has_backward = self.session, training.has_backward
-        config = self._resolve(training.options)
+        session, config = self.session, self._resolve(training.options)
         if config.loss_scope == "batch":
             wait_for_weights(session, self.model, training.loss_fn)
             return train_on_batch(self.forward, session, training, is_mean=config.loss_reduction == "mean")
-        session.begin_call(adds_gradients=has_backward)
+        session.begin_call(adds_gradients=training.has_backward)
+        whole_if_needed = self._losses.config_for(config, training.args, training.kwargs, training.loss_fn)
+        return self._train(training, whole_if_needed)
+
+    def _train(self, training: TrainingCall, config: ResolvedConfig) -> Any:
+        has_backward = training.has_backward
         calls, options = self._calls(
             training.args,
             training.kwargs,
@@ -120,9 +125,15 @@ class ChainRunner(Runner):
             make_tail=self.tails.tail if has_backward and not training.return_outputs else None,
             share=training.share,
             is_evaluation=not has_backward,
+            is_merged=training.return_outputs,
         )
         if calls is None:
             return self.in_parts().forward_backward(replace(training, options=options))
+        train, again = self._train_on, functools.partial(self._train, training, config.in_one_piece())
+        return self._losses.run(self.session, calls, training, config, train, again)
+
+    def _train_on(self, calls: list[Call], training: TrainingCall, config: ResolvedConfig) -> Any:
+        session, has_backward = self.session, training.has_backward
         look_at_hooks = self.hook_warnings.begin_calls(calls, has_backward=has_backward)
         may_matter = session.engine.num_workers > 1 or has_backward and session.optimizer.may_have_twins
         reads = may_matter and reaches(training.loss_fn, self.model)
@@ -158,7 +169,7 @@ class ChainRunner(Runner):
         if has_backward:
             session.optimizer.end_call()
         if training.return_outputs:
-            layout, scalars = _layout_of(calls), added_outputs(calls)
+            layout, scalars = layout_of(calls), added_outputs(calls)
             self._batch_warnings.look(outputs, config, scalars.keys(), layout.odd, has_loss=True)
         with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
@@ -272,6 +283,7 @@ class ChainRunner(Runner):
         share: CallShare | None = None,
         *,
         is_evaluation: bool,
+        is_merged: bool = True,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches as one round, or as few as can be; None, and the fallback's options, if one has no chain.
 
@@ -283,9 +295,12 @@ class ChainRunner(Runner):
         config = self._settled(config, args, kwargs, label, loss_fn=loss_fn, make_tail=make_tail)
         config = self._batch_warnings.in_one_piece(config, self._known_chain)
         config = self._batch_warnings.whole_if_small(config, args, kwargs)
+        ways: dict[str, Any] = {"is_evaluation": is_evaluation, "is_merged": is_merged}
         rest = (options, label, loss_fn, first_microbatch, make_tail, share)
-        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, is_evaluation=is_evaluation)
+        again = functools.partial(self._calls, args, kwargs, config.in_one_piece(), *rest, **ways)
         pieces = split(args, kwargs, label, config, self._earlier, warns=False)
+        if self._batch_warnings.whole_if_listed(config, pieces):
+            return again()
         number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # which needs no weights
@@ -329,6 +344,8 @@ class ChainRunner(Runner):
             if self._batch_warnings.in_one_piece(config, call.chain) is not config:
                 self.last_chain = self._known_chain = call.chain
                 return again()
+        if self._batch_warnings.whole_if_odd(config, pieces, [call.chain for call in calls], is_merged=is_merged):
+            return again()
         pieces.warn()
         if number > 1:
             self._batch_warnings.look_at_norms(self.model, config, number)
@@ -350,13 +367,6 @@ def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost]
         tail = call.tail if tiles.tail > 1 else None
         loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
         return measure_memory(chain, args, kwargs, loss, device, tiles)
-
-
-def _layout_of(calls: Sequence[Call]) -> OutputLayout:
-    """How outputs are put together whose samples are not in dimension 0, or not side by side."""
-    samples, chain = [number for call in calls for number in samples_of(call)], calls[0].chain
-    odd = {path: why for path, why in chain.odd_outputs.items() if not samples or path not in chain.output_dims}
-    return OutputLayout(chain.output_blocks, samples, chain.output_dims, odd) if samples else OutputLayout(odd=odd)
 
 
 def _add_tiles(call: Call) -> None:

@@ -28,7 +28,7 @@ from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.host_values import HostGradients, HostValue
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.microbatch.split import tensors_of_inputs
+from roundpipe.runtime.microbatch.leaves import tensors_of_inputs
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers
 from roundpipe.wrappers.recovery import LateShortage, run_step
 from roundpipe.wrappers.session import Session

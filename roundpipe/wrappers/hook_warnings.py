@@ -23,7 +23,7 @@ from roundpipe.fx.passes.gradient_hooks import adds_up
 from roundpipe.fx.world import TensorHook
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.microbatch.split import batched_leaf
+from roundpipe.runtime.microbatch.leaves import batched_leaf
 from roundpipe.runtime.weights.frozen_layers import hooks_of
 
 MOST_LOOKS = 4

@@ -17,7 +17,7 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.loss_divisors import Verdict, verdict
 from roundpipe.runtime.engine.losses import LossWeights
-from roundpipe.runtime.microbatch.split import has_samples_first
+from roundpipe.runtime.microbatch.leaves import has_samples_first
 
 _COMPARISON = (
     "compares samples with each other, or with a statistic over them, and each of the {number} microbatches has only "

@@ -58,7 +58,7 @@ from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.losses import Mean, checked_weight
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.microbatch.split import batched_leaf, has_samples_first
+from roundpipe.runtime.microbatch.leaves import batched_leaf, has_samples_first
 from roundpipe.wrappers.features import hooked_for_loss
 from roundpipe.wrappers.variants import JointChain, JointTail
 

@@ -17,7 +17,7 @@ from roundpipe.fx.passes.argument_values import Divisor
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.engine.losses import CountedTerms, JointShares, OwnMean, share_of
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.microbatch.merge import ScalarWeights
+from roundpipe.runtime.microbatch.merge import OutputLayout, ScalarWeights
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.tails import CountedLoss, TailSource, samples_of
 from roundpipe.wrappers.variants import JointChain
@@ -138,3 +138,10 @@ def _by_call(calls: Sequence[Call], values: Iterable[_T]) -> Iterator[tuple[Call
     """Each round with the values of its microbatches."""
     rest = iter(values)
     return ((call, list(itertools.islice(rest, call.num_microbatches))) for call in calls)
+
+
+def layout_of(calls: Sequence[Call]) -> OutputLayout:
+    """How outputs are put together whose samples are not in dimension 0, or not side by side."""
+    samples, chain = [number for call in calls for number in samples_of(call)], calls[0].chain
+    odd = {path: why for path, why in chain.odd_outputs.items() if not samples or path not in chain.output_dims}
+    return OutputLayout(chain.output_blocks, samples, chain.output_dims, odd) if samples else OutputLayout(odd=odd)

@@ -58,15 +58,16 @@ def line_of(function: Any) -> int:
 @pytest.fixture(params=["traced", "by children", "module by module"])
 def model(request: pytest.FixtureRequest) -> Iterator[roundpipe.RoundPipe]:
     torch.manual_seed(0)
+    settings: Any = {"devices": ["cpu", "cpu"], "model_run_config": roundpipe.RoundPipeRunConfig(num_microbatch=3)}
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 4))
     if request.param == "traced":
-        made = roundpipe.compile(net, example_args=(torch.randn(4, 4),), devices=["cpu", "cpu"])
+        made = roundpipe.compile(net, example_args=(torch.randn(4, 4),), **settings)
     elif request.param == "by children":
-        made = roundpipe.RoundPipe(net, devices=["cpu", "cpu"])
+        made = roundpipe.RoundPipe(net, **settings)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = roundpipe.compile(Branching(net), example_args=(torch.randn(4, 4),), devices=["cpu", "cpu"])
+            made = roundpipe.compile(Branching(net), example_args=(torch.randn(4, 4),), **settings)
         assert isinstance(made, roundpipe.AutoRoundPipe)
     with made:
         yield made

@@ -21,7 +21,7 @@ from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.own_losses import output_sums, own_losses, own_mixing
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 from roundpipe.fx.passes.read_numbers import where_sums_are_read
-from roundpipe.fx.passes.sample_dependence import dependence_of_samples
+from roundpipe.fx.passes.sample_dependence import ONE_SAMPLE_ALONE, dependence_of_samples
 from roundpipe.fx.passes.sample_dimensions import (
     dims_of_samples,
     lacks_samples,
@@ -103,7 +103,7 @@ def lower(
         chain.own_losses, chain.mixing = losses, mixing
         chain.mixes_samples = dependence.where or lacks_samples(traced) or where_sums_are_read(traced)
         chain.changed_buffer = dependence.changed_buffer
-        single = dict.fromkeys(dependence.single, "is of one sample alone")
+        single = dict.fromkeys(dependence.single, ONE_SAMPLE_ALONE)
         chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
         chain.output_dims, chain.output_sums = dims_of_samples(traced), sums
         chain.without_samples = outputs_without_samples(traced)

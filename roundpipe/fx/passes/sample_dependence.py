@@ -55,6 +55,8 @@ _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
 """For code that can't run on many more samples than the example's, such as with a table for so many at most."""
 _CPU = torch.device("cpu")
+ONE_SAMPLE_ALONE = "is of one sample alone"
+"""What is odd about an output, in words; see `SampleDependence.single`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.sizes import expression_of
 
+NO_SAMPLES = "has no dimension for the samples"
+"""What is odd about an output, in words; see `outputs_without_rows`."""
+
 
 def outputs_without_rows(traced: TracedGraph) -> dict[Path, str]:
     """By place in the outputs, what is odd about a tensor whose first dimension alone is not that of the samples."""
@@ -98,7 +101,7 @@ def takes_samples_as_time(traced: TracedGraph) -> str:
 
 def _words(grows: list[int]) -> str:
     if not grows:
-        return "has no dimension for the samples"
+        return NO_SAMPLES
     if len(grows) > 1:
         return f"has the samples in dimensions {' and '.join(map(str, grows))}"
     return f"has the samples in dimension {grows[0]}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from roundpipe.core import trees
 from roundpipe.core.trees import Access, Path
+from roundpipe.runtime.microbatch.leaves import input_name, packed_leaves
+from roundpipe.runtime.microbatch.merge import RoundPipePackedData
 from roundpipe.runtime.microbatch.pieces import is_uncuttable
-from roundpipe.runtime.microbatch.split import input_name, packed_leaves
 
 
 class UnclearList(NamedTuple):
@@ -45,6 +46,54 @@ def unclear_list(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = 
     if any(leaf.shape[0] == size for leaf in (*others, *trees.tensors(label)) if leaf.ndim):
         return None
     return UnclearList(input_name(place), len(entries), size, _has_fellow((inputs, label), entries))
+
+
+Kind = tuple[torch.dtype, torch.Size] | None
+"""Of tensors that may be joined along dimension 0."""
+
+
+def kind_of_samples(tensor: torch.Tensor) -> Kind:
+    """Equal for tensors whose rows may be samples of one kind, as of two batches; None for vectors and matrices.
+
+    The latter are those as long as wide, such as which nodes are neighbours.
+    """
+    if tensor.ndim < 2 or tensor.shape[0] in tensor.shape[1:2]:
+        return None
+    return tensor.dtype, tensor.shape[1:]
+
+
+_PLAIN = (str, bytes, int, float, complex, torch.Tensor, Mapping, list, tuple)
+
+
+def are_of_samples(entries: Sequence[Any], size: int, *, in_object: bool = False) -> bool:
+    """Whether a list or tuple, as long as a batch of this size, has an entry for each sample, as it seems.
+
+    Such as a dict of boxes for each image, texts, or tensors of other lengths. Not what layers have, such as keys and
+    values, whose tensors all have the samples in dimension 0; nor a tuple of numbers, or of things of several kinds;
+    nor, ``in_object``, such as a cache, what is an object itself, such as that of a layer.
+    """
+    given = [entry for entry in entries if entry is not None]
+    if not given or any(isinstance(entry, RoundPipePackedData) for entry in given):
+        return False
+    if in_object and not all(isinstance(entry, _PLAIN) for entry in given):
+        return False
+    if all(isinstance(entry, Mapping) for entry in given):
+        return True
+    found = trees.tensors(given)
+    if not found:
+        return type(entries) is list or all(isinstance(entry, (str, list)) for entry in given)
+    lengths = [tensor.shape[0] for tensor in found if tensor.ndim]
+    is_of_layers = len(lengths) > 0 and all(length == size for length in lengths)
+    return not is_of_layers and len({_kind(entry) for entry in given}) == 1
+
+
+def _kind(entry: Any) -> Any:
+    """Equal for what several samples have of one thing, whatever its sizes."""
+    return tuple(
+        (path, leaf.dtype, leaf.ndim) if isinstance(leaf, torch.Tensor) else (path, type(leaf))
+        for path, leaf in trees.walk(entry)
+        if not (path and type(leaf) in (int, float, str))  # as many as may be
+    )
 
 
 def uncuttable_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any = None) -> str:

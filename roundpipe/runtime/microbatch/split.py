@@ -23,9 +23,10 @@ from roundpipe.core.errors import MicrobatchError, RaisedIn
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
+from roundpipe.runtime.microbatch.leaves import batched_leaf, input_name, packed_leaves
+from roundpipe.runtime.microbatch.lists import Kind, are_of_samples, kind_of_samples
 from roundpipe.runtime.microbatch.merge import (
     RoundPipePackedData,
-    array_leaves,
     check_leaf_spec,
     checked_dim_size,
     holds_array,
@@ -41,6 +42,10 @@ from roundpipe.runtime.microbatch.pieces import Inputs, call_split_input, checke
 logger = logging.getLogger(__name__)
 
 
+_POSITIONAL: Path = (Access("item", 0),)
+"""Of all positional arguments, which are as many as the samples now and then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """The arguments of each microbatch; all lists have one length."""
@@ -54,6 +59,10 @@ class Split:
     """Samples of each microbatch; None: not known."""
     batches: Sequence[Inputs] | None = None
     """By whose data code of the model decides about each microbatch; None: by its own."""
+    others: Sequence[str] = ()
+    """Tensors of another length that are as those that were cut otherwise, and that every microbatch gets all of."""
+    lists: Sequence[str] = ()
+    """What has an entry for each sample, as it seems, and every microbatch gets all of."""
     warn: Callable[[], None] = lambda: None
     """Warns of what may be meant in another way; for who did not have `split` do it."""
 
@@ -88,6 +97,8 @@ class EarlierCalls:
     shared: dict[str, set[int]] = field(default_factory=dict)
     """Lengths of tensors that every microbatch of a call got all of, by name: a table of classes is none of the
     samples' when a batch happens to be as long."""
+    lists: dict[str, set[int]] = field(default_factory=dict)
+    """Lengths of lists, by name, whose entries were none of the samples': batches had others."""
     told: set[str] = field(default_factory=set)
     """Of what was warned."""
 
@@ -122,11 +133,15 @@ def split(
         pieces = division.split(inputs, specs, ())
         if len(pieces) > 1 and not packed_leaves(inputs):
             batches = [inputs] * len(pieces)
+    if not config.is_number_given:
+        division.num_missing = 0  # nobody has asked for them
     labels = division.split_labels(label, config.split_label)
     if warns:
         division.warn()
+    others = [name for name, kind in division.kinds.items() if kind in division.cut_kinds]
     all_args, all_kwargs = [args for args, _ in pieces], [kwargs for _, kwargs in pieces]
-    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches, division.warn)
+    told = others, division.lists, division.warn
+    return Split(all_args, all_kwargs, labels, division.events, division.sizes, batches, *told)
 
 
 @dataclass(slots=True)
@@ -147,6 +162,10 @@ class Division:
     earlier: EarlierCalls = field(init=False, default_factory=EarlierCalls)
     lists: list[str] = field(init=False, default_factory=list)
     """Lists with an entry for each sample, as it seems, which every microbatch gets all of."""
+    kinds: dict[str, Kind] = field(init=False, default_factory=dict)
+    """By name, of tensors that every microbatch gets all of and that may be other samples."""
+    cut_kinds: set[Kind] = field(init=False, default_factory=set)
+    """Of tensors that were cut."""
 
     def __post_init__(self) -> None:
         self.events = [[] for _ in range(self.num_microbatches)]
@@ -179,13 +198,19 @@ class Division:
 
     def _note_list(self, value: Any, path: Path) -> None:
         """Note a list that may be of samples, such as a dict for each image, a tuple of texts, or NumPy's array."""
-        is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
-        is_texts = type(value) is tuple and all(isinstance(entry, str) for entry in value)
-        if self.sizes is None or self.num_microbatches == 1 or not (is_array or is_texts or type(value) is list):
+        if self.sizes is None or self.num_microbatches == 1 or path == _POSITIONAL:
             return
-        is_other = (isinstance(entry, (torch.Tensor, RoundPipePackedData)) or entry is None for entry in value)
-        if len(value) == sum(self.sizes) and (is_array or not any(is_other)):
-            self.lists.append(input_name(path))
+        is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+        if not (is_array or type(value) in (list, tuple)):
+            return
+        name, length, size = input_name(path), len(value), sum(self.sizes)
+        others = self.earlier.lists.setdefault(name, set())
+        if length != size:
+            others.add(length)
+        elif length in others:
+            return
+        elif is_array or are_of_samples(value, size, in_object=any(access.kind != "item" for access in path[1:])):
+            self.lists.append(name)
 
     def _split_leaf(self, value: Any, spec: Any, path: Path) -> list[Any]:
         name, number = input_name(path), self.num_microbatches
@@ -207,9 +232,12 @@ class Division:
         length, known = value.size(0), self.earlier.shared.get(name, ())
         if self.sizes is None or length != sum(self.sizes) or length in known:
             self.whole.append(name)
+            if path[0].key != "label" and (kind := kind_of_samples(value)) is not None:
+                self.kinds[name] = kind
             if self.sizes is not None:
                 self.earlier.shared.setdefault(name, set()).add(length)
             return [value] * number
+        self.cut_kinds.add(kind_of_samples(value))
         return cut(value, self.sizes, 0, name)
 
     def _split_packed(self, packed: RoundPipePackedData, spec: Any, path: Path) -> list[Any]:
@@ -297,18 +325,6 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Resolve
     return _batch_size(inputs, _specs_of(config))
 
 
-def has_samples_first(config: ResolvedConfig | RoundPipeRunConfig) -> bool:
-    """Whether samples are along the first dimension of inputs, labels and outputs, as far as options tell."""
-    return not any(map(_has_others_first, (config.split_input, config.split_label, config.merge_output)))
-
-
-def _has_others_first(rule: Any) -> bool:
-    if is_spec_of(rule, "TensorChunkSpec"):
-        return getattr(rule, "split_dim", 0) != 0
-    below = rule.values() if isinstance(rule, Mapping) else rule if isinstance(rule, (list, tuple)) else ()
-    return any(map(_has_others_first, below))
-
-
 def is_empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the first tensor of a call that has a dim 0 has no samples."""
     first = batched_leaf((tuple(args), dict(kwargs)))
@@ -333,20 +349,6 @@ def _specs_of(config: ResolvedConfig) -> Inputs:
     assert not callable(rule)
     args_spec, kwargs_spec = rule or (None, None)
     return args_spec, kwargs_spec
-
-
-def packed_leaves(value: Any) -> list[RoundPipePackedData]:
-    """The packed data of a structure, in order."""
-    return [leaf for leaf in array_leaves(value) if isinstance(leaf, RoundPipePackedData)]
-
-
-def batched_leaf(value: Any) -> torch.Tensor | RoundPipePackedData | None:
-    """The first tensor with a dim 0, or packed data of such; None if there is none."""
-    for leaf in array_leaves(value):
-        parts = leaf if isinstance(leaf, RoundPipePackedData) else [leaf]
-        if parts and all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
-            return leaf
-    return None
 
 
 def _even_sizes(size: int, num_pieces: int) -> list[int]:
@@ -377,22 +379,3 @@ def _chunked_sizes(value: Any, spec: Any, path: Path) -> Iterator[tuple[int, str
         below = trees.children(value) or []
         for (access, child), child_spec in zip(below, spec_children(spec, below, where) if below else (), strict=True):
             yield from _chunked_sizes(child, child_spec, (*path, access))
-
-
-def input_name(path: Path) -> str:
-    """A leaf as the user would write it: ``args[0]``, ``kwargs['mask']`` or ``label[1]``."""
-    if path and path[0].key == "label":
-        return "label" + trees.path_string(path[1:])
-    return ("args", "kwargs")[path[0].key] + trees.path_string(path[1:]) if path else "(args, kwargs)"
-
-
-def tensors_of_inputs(
-    args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that microbatches are given, on the host, and what the user would call them."""
-    return [
-        (input_name(path), leaf)
-        for inputs in zip(args, kwargs, strict=True)
-        for path, leaf in trees.walk(inputs)
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
-    ]
