@@ -1,0 +1,92 @@
+"""With how many samples a model is tried out, so that sizes tell which dimensions count samples.
+
+See `sample_dependence`. A buffer that has rows for so many samples at most is made longer, if nothing else helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from roundpipe.fx.graph.nodes import hint, value_of
+from roundpipe.fx.graph.traced import TracedGraph
+
+PER_PRIME = 4
+"""How many times a prime the samples are, so that halves and quarters of a batch can be told from the whole."""
+WITH_THIRDS = 12
+"""The same where code can't run on so many, such as one that takes a batch of three parts."""
+_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
+_SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
+"""For code that can't run on many more samples than the example's, such as with a table for so many at most."""
+_LONGER = ((0, 1), (0, 2), (1, 2), (2, 3))
+"""Dimensions in which buffers are made longer, one after the other, and how many these have at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """So many samples: ``per_prime`` times a prime that divides no other size."""
+
+    prime: int
+    per_prime: int = PER_PRIME
+    longer: tuple[int, int] | None = None
+    """The dimension in which buffers of the model's own are longer than that, and how many these have at least."""
+    least: int = 0
+    """How long they are at least, since the example's samples fit in."""
+
+    @property
+    def number(self) -> int:
+        return self.prime * self.per_prime
+
+    def shape(self, buffer: torch.Tensor) -> list[int]:
+        """That of a buffer of the model's own."""
+        shape = [*buffer.shape]
+        dim, num_dims = self.longer or (0, len(shape) + 1)
+        if len(shape) >= num_dims and shape[dim] >= self.least:
+            shape[dim] = self.number + self.prime // 2  # this counts no samples
+        return shape
+
+
+Pair = tuple[Trial, Trial]
+"""What is found with both numbers is no chance."""
+
+
+def trials(traced: TracedGraph, samples: Mapping[Node, torch.Tensor], per_prime: Iterable[int]) -> Iterator[Pair]:
+    """In the order in which they are made, as long as none has run; ``per_prime`` are those of large primes."""
+    large, small = usable_primes(traced, samples), _small_primes(traced, samples)
+    for times in per_prime:
+        yield from _pair(Trial(prime, times) for prime in large)
+    yield from _pair(Trial(prime, 1) for prime in small)
+    least = max(2, hint(next(iter(samples.values())).shape[0]))
+    shapes: list[list[list[int]]] = []
+    for longer in _LONGER:
+        for pair in _pair(Trial(prime, longer=longer, least=least) for prime in large):
+            made = [pair[0].shape(buffer) for buffer in traced.model.buffers()]
+            if made not in [[[*buffer.shape] for buffer in traced.model.buffers()], *shapes]:
+                shapes.append(made)
+                yield pair
+
+
+def _pair(found: Iterable[Trial]) -> Iterator[Pair]:
+    first, second, *_ = *found, None, None
+    if first is not None and second is not None:
+        yield first, second
+
+
+def _small_primes(traced: TracedGraph, samples: Mapping[Node, torch.Tensor]) -> list[int]:
+    """Usable ones, those up to the example's number of samples first, the largest of them in front."""
+    number = hint(next(iter(samples.values())).shape[0])
+    usable = usable_primes(traced, samples, _SMALL_PRIMES)
+    return sorted(usable, key=lambda prime: (prime > number, abs(prime - number)))
+
+
+def usable_primes(traced: TracedGraph, samples: Iterable[Node], primes: Iterable[int] = _PRIMES) -> list[int]:
+    """Those that divide no size beside the number of samples."""
+    stored = (*traced.model.parameters(), *traced.model.buffers(), *traced.constants.values())
+    sizes = {size for tensor in stored if isinstance(tensor, torch.Tensor) for size in tensor.shape}
+    for node in traced.placeholders:
+        if isinstance(value := value_of(node), torch.Tensor):
+            sizes.update(map(hint, value.shape[1:] if node in samples else value.shape))
+    return [prime for prime in primes if all(size % prime or not size for size in sizes)]
