@@ -45,7 +45,7 @@ from roundpipe.fx.passes.data_of_fakes import DataOfFakes
 from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
-from roundpipe.fx.passes.sample_numbers import PER_PRIME, WITH_THIRDS, Trial, trials, usable_primes
+from roundpipe.fx.passes.sample_numbers import PER_PRIME, WITH_THIRDS, Trial, numbers_of, trials, usable_primes
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
 _CPU = torch.device("cpu")
@@ -162,6 +162,7 @@ class _DependenceRun(GraphInterpreter):
         self._watch = DependenceWatch(
             trial.prime,
             trial.number,
+            example=max(numbers_of(self._samples), default=0),
             has_others=has_others,
             is_of_loss=bool(learned),
             has_lists=_has_lists(traced.arguments, self._samples),
@@ -357,7 +358,7 @@ def _has_other_parts(node: Node, value: Any) -> bool:
 
 def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
     """Whether a list or tuple among arguments has as many entries as there are samples."""
-    numbers = {hint(value.shape[0]) for node in samples if isinstance(value := value_of(node), torch.Tensor)}
+    numbers = numbers_of(samples)
 
     def is_or_has(value: Any) -> bool:
         if isinstance(value, (list, tuple)) and len(value) in numbers:

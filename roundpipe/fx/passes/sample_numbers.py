@@ -5,7 +5,7 @@ See `sample_dependence`. A buffer that has rows for so many samples at most is m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +53,13 @@ Pair = tuple[Trial, Trial]
 """What is found with both numbers is no chance."""
 
 
-def trials(traced: TracedGraph, samples: Mapping[Node, torch.Tensor], per_prime: Iterable[int]) -> Iterator[Pair]:
+def trials(traced: TracedGraph, samples: Collection[Node], per_prime: Iterable[int]) -> Iterator[Pair]:
     """In the order in which they are made, as long as none has run; ``per_prime`` are those of large primes."""
     large, small = usable_primes(traced, samples), _small_primes(traced, samples)
     for times in per_prime:
         yield from _pair(Trial(prime, times) for prime in large)
     yield from _pair(Trial(prime, 1) for prime in small)
-    least = max(2, hint(next(iter(samples.values())).shape[0]))
+    least = max(2, *numbers_of(samples))
     shapes: list[list[list[int]]] = []
     for longer in _LONGER:
         for pair in _pair(Trial(prime, longer=longer, least=least) for prime in large):
@@ -75,9 +75,14 @@ def _pair(found: Iterable[Trial]) -> Iterator[Pair]:
         yield first, second
 
 
-def _small_primes(traced: TracedGraph, samples: Mapping[Node, torch.Tensor]) -> list[int]:
+def numbers_of(samples: Iterable[Node]) -> set[int]:
+    """How many samples arguments of the example have, which is one number."""
+    return {hint(value.shape[0]) for node in samples if isinstance(value := value_of(node), torch.Tensor)}
+
+
+def _small_primes(traced: TracedGraph, samples: Collection[Node]) -> list[int]:
     """Usable ones, those up to the example's number of samples first, the largest of them in front."""
-    number = hint(next(iter(samples.values())).shape[0])
+    number = max(numbers_of(samples))
     usable = usable_primes(traced, samples, _SMALL_PRIMES)
     return sorted(usable, key=lambda prime: (prime > number, abs(prime - number)))
 
