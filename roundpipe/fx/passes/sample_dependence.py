@@ -45,7 +45,16 @@ from roundpipe.fx.passes.data_of_fakes import DataOfFakes
 from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
-from roundpipe.fx.passes.sample_numbers import PER_PRIME, WITH_THIRDS, Trial, numbers_of, trials, usable_primes
+from roundpipe.fx.passes.sample_numbers import (
+    PER_PRIME,
+    WITH_THIRDS,
+    Trial,
+    is_torchs_own,
+    kept_tensors,
+    numbers_of,
+    trials,
+    usable_primes,
+)
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
 _CPU = torch.device("cpu")
@@ -173,6 +182,7 @@ class _DependenceRun(GraphInterpreter):
         self._attributes = AttributeCopies(traced, self._fake)
         self._symbols = symbols_of_samples(self._samples)
         self._buffers = {id(buffer): name for name, buffer in traced.model.named_buffers()}
+        self._buffers |= {id(tensor): name for name, tensor in kept_tensors(traced.model).items()}
 
     def found(self) -> SampleDependence:
         """What the outputs show."""
@@ -201,6 +211,10 @@ class _DependenceRun(GraphInterpreter):
             return values[leaf.name] if isinstance(leaf, OutputValue) else leaf
 
         twin = self._attributes.twin(self._traced.model)
+        for path, tensor in kept_tensors(twin).items():
+            if path not in dict(twin.named_buffers()) and self._trial.shape(tensor) != [*tensor.shape]:
+                owner, _, name = path.rpartition(".")
+                vars(twin.get_submodule(owner))[name] = self._fake(tensor)
         with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
             values = {node.name: self._example(node) for node in self._traced.placeholders}
             values |= self._traced.number_hints
@@ -220,7 +234,7 @@ class _DependenceRun(GraphInterpreter):
 
     def _note_lost(self, outputs: Iterable[Any]) -> None:
         """Note that outputs have as many rows as a buffer has, which are fewer than there are samples."""
-        lengths = {size for buffer in self._traced.model.buffers() for size in buffer.shape}
+        lengths = {size for tensor in kept_tensors(self._traced.model).values() for size in tensor.shape}
         rows = {tensor.shape[0] for tensor in _tensors(outputs) if tensor.ndim}
         self.has_failed |= not lengths.isdisjoint(rows) and not any(map(self._watch.dims, _tensors(outputs)))
 
@@ -285,7 +299,7 @@ class _DependenceRun(GraphInterpreter):
     def _buffers_of(self, target: str) -> list[str]:
         """Names of the buffers in a module, but for those of torch's own modules."""
         modules = named_modules_in(self._traced.attribute(target))
-        own = ((f"{target}.{path}".rstrip("."), each) for path, each in modules.items() if not _is_torchs(each))
+        own = ((f"{target}.{path}".rstrip("."), each) for path, each in modules.items() if not is_torchs_own(each))
         return [f"{path}.{name}" for path, each in own for name in each._buffers]
 
     def _example(self, node: Node) -> Any:
@@ -309,7 +323,7 @@ class _DependenceRun(GraphInterpreter):
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         name = self._buffers.get(id(tensor))
-        is_torchs = name is not None and _is_torchs(self._traced.model.get_submodule(name.rpartition(".")[0]))
+        is_torchs = name is not None and is_torchs_own(self._traced.model.get_submodule(name.rpartition(".")[0]))
         if name is not None and not is_torchs and (shape := self._trial.shape(tensor)) != [*tensor.shape]:
             with real_world():
                 tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -367,14 +381,6 @@ def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
 
     args, kwargs = arguments or ((), {})
     return any(map(is_or_has, (*args, *kwargs.values())))
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is of torch's own, or a norm that was made of one."""
-    return type(module).__module__.startswith("torch.nn.") or isinstance(module, _NORMS)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.fx import Node
 
+from roundpipe.core.module_tree import named_modules_in
 from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 
@@ -21,8 +23,9 @@ WITH_THIRDS = 12
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
 """For code that can't run on many more samples than the example's, such as with a table for so many at most."""
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 _LONGER = ((0, 1), (0, 2), (1, 2), (2, 3))
-"""Dimensions in which buffers are made longer, one after the other, and how many these have at least."""
+"""Dimensions in which what modules keep is made longer, one after the other, and how many these have at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Trial:
     prime: int
     per_prime: int = PER_PRIME
     longer: tuple[int, int] | None = None
-    """The dimension in which buffers of the model's own are longer than that, and how many these have at least."""
+    """The dimension in which `kept_tensors` are longer than that, and how many these have at least."""
     least: int = 0
     """How long they are at least, since the example's samples fit in."""
 
@@ -40,9 +43,9 @@ class Trial:
     def number(self) -> int:
         return self.prime * self.per_prime
 
-    def shape(self, buffer: torch.Tensor) -> list[int]:
-        """That of a buffer of the model's own."""
-        shape = [*buffer.shape]
+    def shape(self, tensor: torch.Tensor) -> list[int]:
+        """That of one of the `kept_tensors`."""
+        shape = [*tensor.shape]
         dim, num_dims = self.longer or (0, len(shape) + 1)
         if len(shape) >= num_dims and shape[dim] >= self.least:
             shape[dim] = self.number + self.prime // 2  # this counts no samples
@@ -60,13 +63,29 @@ def trials(traced: TracedGraph, samples: Collection[Node], per_prime: Iterable[i
         yield from _pair(Trial(prime, times) for prime in large)
     yield from _pair(Trial(prime, 1) for prime in small)
     least = max(2, *numbers_of(samples))
-    shapes: list[list[list[int]]] = []
+    kept = [*kept_tensors(traced.model).values()]
+    shapes = [[[*tensor.shape] for tensor in kept]]
     for longer in _LONGER:
         for pair in _pair(Trial(prime, longer=longer, least=least) for prime in large):
-            made = [pair[0].shape(buffer) for buffer in traced.model.buffers()]
-            if made not in [[[*buffer.shape] for buffer in traced.model.buffers()], *shapes]:
+            if (made := [*map(pair[0].shape, kept)]) not in shapes:
                 shapes.append(made)
                 yield pair
+
+
+def kept_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of the model's own modules, and other tensors that these have as attributes, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in named_modules_in(model).items():
+        if not is_torchs_own(module):
+            held = {**vars(module), **module._buffers}
+            tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+            found.update({f"{path}.{name}".removeprefix("."): value for name, value in tensors.items()})
+    return found
+
+
+def is_torchs_own(module: nn.Module) -> bool:
+    """Whether a module is of torch's own, or a norm that was made of one."""
+    return type(module).__module__.startswith("torch.nn.") or isinstance(module, _NORMS)
 
 
 def _pair(found: Iterable[Trial]) -> Iterator[Pair]:
