@@ -321,7 +321,8 @@ class DependenceWatch(TorchDispatchMode):
                 sample = self.known(base).sample  # others are beside the one that is written
                 self.carry([base, *call.sources], [base], found, takes_integers=True)
                 self.put(base, replace(self.known(base), sample=sample))
-            if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
+            places = (each.untyped_storage()._cdata for each in (tensor, base) if each is not None)
+            if name := next((name for place in places if (name := self._buffer_at.get(place))), ""):
                 values = [value for value in call.inputs if value is not tensor]
                 self.note_written(name, values, adds_up=self._adds_up(call, values))
 

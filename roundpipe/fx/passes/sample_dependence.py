@@ -211,10 +211,13 @@ class _DependenceRun(GraphInterpreter):
             return values[leaf.name] if isinstance(leaf, OutputValue) else leaf
 
         twin = self._attributes.twin(self._traced.model)
+        buffers = dict(twin.named_buffers())
         for path, tensor in kept_tensors(twin).items():
-            if path not in dict(twin.named_buffers()) and self._trial.shape(tensor) != [*tensor.shape]:
+            if path not in buffers and self._trial.shape(tensor) != [*tensor.shape]:
                 owner, _, name = path.rpartition(".")
                 vars(twin.get_submodule(owner))[name] = self._fake(tensor)
+            elif path not in buffers:
+                self._watch.put_buffer(tensor, path, is_torchs=False)
         with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
             values = {node.name: self._example(node) for node in self._traced.placeholders}
             values |= self._traced.number_hints
