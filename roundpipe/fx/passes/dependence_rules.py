@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -159,8 +160,8 @@ class DependenceCall(OperatorArguments):
             return False
         (dim,) = self.dims()
         size, end = self.first.shape[dim], self.values.get("end")
-        is_ended = end is not None and size <= end < size * self._watch.most // self._watch.number
-        return dim in self._samples() and (self.output.shape[dim] < size or is_ended)
+        is_bounded = end is not None and size < end < sys.maxsize  # there may be more samples than are tried
+        return dim in self._samples() and (self.output.shape[dim] < size or is_bounded)
 
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):

@@ -71,18 +71,11 @@ class DependenceWatch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self,
-        prime: int,
-        number: int,
-        *,
-        example: int = 0,
-        has_others: bool = False,
-        is_of_loss: bool = False,
-        has_lists: bool = False,
+        self, prime: int, number: int, *, has_others: bool = False, is_of_loss: bool = False, has_lists: bool = False
     ) -> None:
         super().__init__()
         self.prime = prime
-        self.number, self.most = number, max(number, example)
+        self.number = number
         self.has_others = has_others
         """Whether there are arguments with another number of something than there are samples, such as of images."""
         self.is_of_loss = is_of_loss

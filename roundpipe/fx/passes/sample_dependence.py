@@ -171,7 +171,6 @@ class _DependenceRun(GraphInterpreter):
         self._watch = DependenceWatch(
             trial.prime,
             trial.number,
-            example=max(numbers_of(self._samples), default=0),
             has_others=has_others,
             is_of_loss=bool(learned),
             has_lists=_has_lists(traced.arguments, self._samples),

@@ -13,8 +13,6 @@ class SampleFollower(Protocol):
     prime: int
     number: int
     """How many samples there are: a multiple of the prime."""
-    most: int
-    """The same, or how many the example has, if these are more."""
     has_others: bool
     """Whether there are arguments with another number of something than there are samples, such as of images."""
     is_of_loss: bool
