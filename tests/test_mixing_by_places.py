@@ -162,7 +162,7 @@ MIXED: dict[str, Form] = {
     **{form.__name__: form for form in (normed, normed_by_hand)},
     **{form.__name__: form for form in (first_found, last_found, every_second_found, first_half_found)},
     **{form.__name__: form for form in (numbered_found, filled_found, masked_found)},
-    "with_a_capacity": partial(with_capacity, lambda h: 1),
+    "with_a_capacity": partial(with_capacity, lambda h: 2),
     "with_a_capacity_by_size": partial(with_capacity, lambda h: len(h) // 8),
 }
 
