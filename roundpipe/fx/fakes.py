@@ -86,6 +86,11 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))
 
 
+def is_in_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake and no view of one with data, which operators on fakes take, too."""
+    return is_fake(tensor if tensor._base is None else tensor._base)
+
+
 _NORMS = {
     torch.nn.functional.batch_norm: inspect.signature(torch.nn.functional.batch_norm),
     torch.nn.functional.instance_norm: inspect.signature(torch.nn.functional.instance_norm),

@@ -43,6 +43,16 @@ def model_location(below: types.CodeType | None = None) -> str:
     return "unknown"
 
 
+def is_within(kinds: tuple[type, ...]) -> bool:
+    """Whether the forward of a module of one of these kinds runs."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), kinds):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def raised_at(error: BaseException | None) -> str:
     """``file:line`` of the innermost line of the model's code in an error's traceback, or nothing."""
     location = ""

@@ -10,12 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
+from roundpipe.fx.locations import is_within
 from roundpipe.fx.passes.row_rules import OperatorArguments
+from roundpipe.fx.passes.sample_follower import SampleFollower
 from roundpipe.fx.sizes import flat_tensors
 
 _REDUCTIONS = frozenset(
@@ -32,6 +36,7 @@ _NORMS = frozenset("native_layer_norm _fused_rms_norm native_group_norm".split()
 _BATCH_NORMS = frozenset(
     "native_batch_norm _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm batch_norm".split()
 )
+_BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _MAKING = frozenset(
     "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like".split()
 )
@@ -39,7 +44,8 @@ _MAKING = frozenset(
 _TAKING = frozenset("index index_select take gather".split())
 _PUTTING = frozenset("index_put _index_put_impl masked_scatter".split())
 _VIEWING = frozenset("view _unsafe_view reshape".split())
-_SUMMING_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce".split())
+_BY_PLACE = frozenset("index_add scatter_add scatter_reduce index_reduce index_copy index_fill scatter put".split())
+"""Operators that put samples at places: at one where there is something before, it is summed up, or lost."""
 _SCALING = frozenset("add sub rsub mul div where".split())
 _ALIKE = frozenset("full zeros ones empty empty_strided scalar_tensor".split())
 """Operators that make rows which are all alike, of nothing but numbers."""
@@ -64,36 +70,6 @@ _BENT = frozenset(
     "abs relu clamp clamp_min clamp_max maximum minimum amax amin".split()
 )
 """Functions that no sum goes through; of two factors, one may be none."""
-
-
-class SampleFollower(Protocol):
-    """What a rule asks of the run that it is part of."""
-
-    prime: int
-    number: int
-    """How many samples there are: a multiple of the prime."""
-    has_others: bool
-    """Whether there are arguments with another number of something than there are samples, such as of images."""
-    is_of_loss: bool
-    """Whether what is computed is a loss, so that a sum over all may be added to each, or divide it."""
-
-    def counts_samples(self, size: int) -> bool: ...
-
-    def dims(self, tensor: torch.Tensor) -> list[int]: ...
-
-    def is_sum(self, tensor: torch.Tensor) -> bool: ...
-
-    def is_learned(self, tensor: torch.Tensor) -> bool: ...
-
-    def is_learned_sum(self, tensor: torch.Tensor) -> bool: ...
-
-    def is_shuffle(self, tensor: torch.Tensor) -> bool: ...
-
-    def is_stored(self, tensor: torch.Tensor) -> bool: ...
-
-    def is_their_number(self, value: Any) -> bool: ...
-
-    def compares(self, tensor: torch.Tensor) -> bool: ...
 
 
 class DependenceCall(OperatorArguments):
@@ -159,6 +135,33 @@ class DependenceCall(OperatorArguments):
         other = self.values.get("other")
         is_itself, is_infinite = other is self.first, isinstance(other, float) and math.isinf(other)
         return self.name in ("isnan", "isinf") or self.name in ("eq", "ne") and (is_itself or is_infinite)
+
+    @property
+    def of_floats(self) -> bool:
+        """Whether it takes more than integers from samples; putting one thing at places takes these alone."""
+        if self.name in _PUTTING or self.name in _BY_PLACE:
+            return is_float(self.inputs[-1]) and bool(self._watch.dims(self.inputs[-1]))
+        return any(map(is_float, self.inputs[:1])) and not self.checks
+
+    def finds(self) -> bool:
+        """Whether it has, one after the other, places of those samples that a mask tells, or integers at these."""
+        if self.name == "nonzero":
+            return bool(self._samples())
+        is_by_mask = self.name in ("index", "masked_select") and self.inputs[1].dtype is torch.bool
+        return is_by_mask and bool(self._watch.dims(self.inputs[1])) and is_place(self.output)
+
+    def picks(self) -> bool:
+        """Whether it takes some of what was found among samples, by where it is among the others."""
+        if not self._watch.is_found(self.first):
+            return False
+        if self.name in _TAKING:
+            return self._takes_shuffled() and self.output.shape[:1] != self.first.shape[:1]
+        if self.name not in ("slice", "topk"):
+            return False
+        (dim,) = self.dims()
+        size, end = self.first.shape[dim], self.values.get("end")
+        is_bounded = end is not None and size < end < sys.maxsize  # there may be more samples than are tried
+        return dim in self._samples() and (self.output.shape[dim] < size or is_bounded)
 
     def mixes(self) -> bool:
         if self.name.startswith("_scaled_dot_product_"):
@@ -235,9 +238,10 @@ class DependenceCall(OperatorArguments):
         pairs = zip(before, self.output.shape, strict=True)
         return any(size == self._watch.number and row not in (1, size) for row, size in pairs)
 
-    def _sums_by_place(self) -> bool:
-        """Whether it adds up samples at places that are not theirs."""
-        return bool(self._watch.dims(self.inputs[-1])) and not self._watch.dims(self.output)
+    def _puts_by_place(self) -> bool:
+        """Whether it puts samples at places that are not theirs, where several may meet, or at picked ones."""
+        meet = any(map(self._watch.dims, self.inputs[1:])) and not self._watch.dims(self.output)
+        return meet or any(map(self._watch.is_picked, self.inputs[1:]))
 
     def _norm(self) -> bool:
         samples = self._samples()
@@ -246,7 +250,14 @@ class DependenceCall(OperatorArguments):
 
     def _batch_norm(self) -> bool:
         """Whether it takes statistics over samples; those of a model's BatchNorm are known to be of microbatches."""
-        return self._takes_statistics() and any(self._watch.is_of_loss or dim > 1 for dim in self._samples())
+        if not self._takes_statistics():
+            return False
+        along = {dim for dim in self._samples() if self._watch.is_of_loss or dim != 1}
+        return along == {0} and not self._is_of_a_layer() or not along <= {0}
+
+    def _is_of_a_layer(self) -> bool:
+        """Whether a BatchNorm of torch's, or one made of it, calls it."""
+        return self._watch.is_torchs(self.values.get("running_mean")) or is_within(_BATCH_NORM_LAYERS)
 
     def _takes_statistics(self) -> bool:
         return bool(self.values.get("training", self.values.get("train")))
@@ -281,14 +292,18 @@ class DependenceCall(OperatorArguments):
         return all(self._watch.counts_samples(tensor.shape[-2]) for tensor in self.inputs[:number])
 
     def _takes_shuffled(self) -> bool:
-        """Whether it takes samples in another order, or those that a comparison with others has found."""
-        return any(map(self._watch.is_shuffle, self.inputs)) or any(map(self._watch.compares, self.inputs[1:]))
+        """Whether it takes samples in another order, or those that a comparison with others has picked."""
+        places = self.inputs[1:]
+        is_picked = any(map(self._watch.compares, places)) or any(map(self._watch.is_picked, places))
+        return is_picked or any(map(self._watch.is_shuffle, self.inputs))
 
     def _puts(self) -> bool:
         """Whether places are filled one after the other, over all samples, with something that is not theirs."""
         places, values = self.inputs[1], self.inputs[-1]
+        if self._takes_shuffled() or self._puts_by_place():
+            return True
         is_filled = self._watch.has_others and places.dtype is torch.bool and values.dim() > 0 and values.shape[0] > 1
-        return self._takes_shuffled() or is_filled and bool(self._watch.dims(places)) and not self._watch.dims(values)
+        return is_filled and bool(self._watch.dims(places)) and not self._watch.dims(values)
 
     def _takes_as_time(self) -> bool:
         """Whether samples are the steps of a sequence."""
@@ -317,6 +332,11 @@ class DependenceCall(OperatorArguments):
         return any(map(self._watch.is_their_number, plain)) and any(map(is_float, self.outputs))
 
 
+def is_place(tensor: torch.Tensor) -> bool:
+    """Whether its numbers may be places."""
+    return not is_float(tensor) and tensor.dtype is not torch.bool
+
+
 def is_float(tensor: torch.Tensor) -> bool:
     """Whether it has real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -337,7 +357,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[DependenceCall], bool]], ...] = (
     (_TAKING, DependenceCall._takes_shuffled),
     (_PUTTING, DependenceCall._puts),
     (_VIEWING, DependenceCall._halves),
-    (_SUMMING_BY_PLACE, DependenceCall._sums_by_place),
+    (_BY_PLACE, DependenceCall._puts_by_place),
     (("_unique2",), DependenceCall._along),
     (("repeat",), DependenceCall._repeats),
     (("mkldnn_rnn_layer",), DependenceCall._takes_as_time),

@@ -18,7 +18,7 @@ from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.fx.fakes import is_fake, is_of_no_world, real_world
 from roundpipe.fx.locations import model_location, with_source
 from roundpipe.fx.passes.assumed_sizes import with_assumed_size
-from roundpipe.fx.passes.dependence_rules import DependenceCall, is_float
+from roundpipe.fx.passes.dependence_rules import DependenceCall, is_float, is_place
 from roundpipe.fx.passes.sample_blocks import Blocks, blocks_made
 from roundpipe.fx.passes.ways_made import WaysMade
 from roundpipe.fx.sizes import flat_tensors
@@ -44,6 +44,10 @@ class Known:
     """Whether it is a weight, a buffer or another tensor that is there before a call, or made of such alone."""
     is_shuffle: bool = False
     """Whether it is another order of samples, a random one or from the last."""
+    is_found: bool = False
+    """Whether it has places of those samples that a mask tells, one after the other."""
+    is_picked: bool = False
+    """Whether it has some of these, by where they are among the others."""
     is_learned: bool = False
     """Whether weights have made it of something else."""
     sums_learned: bool = False
@@ -153,6 +157,18 @@ class DependenceWatch(TorchDispatchMode):
         """Whether it is another order of samples."""
         return self.known(tensor).is_shuffle
 
+    def is_found(self, tensor: torch.Tensor) -> bool:
+        """Whether it has places of those samples that a mask tells."""
+        return self.known(tensor).is_found
+
+    def is_picked(self, tensor: torch.Tensor) -> bool:
+        """Whether it has some of these, by where they are among the others."""
+        return self.known(tensor).is_picked
+
+    def is_torchs(self, tensor: Any) -> bool:
+        """Whether it is a buffer of a module of torch's."""
+        return isinstance(tensor, torch.Tensor) and not self._torchs.isdisjoint(self.known(tensor).states)
+
     def is_stored(self, tensor: torch.Tensor) -> bool:
         """Whether it was there before the call, or is made of such tensors alone."""
         return self.known(tensor).is_stored
@@ -248,8 +264,7 @@ class DependenceWatch(TorchDispatchMode):
             blocks = blocks_made(call, self.number, lambda tensor: self.known(tensor).blocks)
         mixes = mixes or self._meet(call.sources, joins=call.name in ("cat", "stack"))
         mixes = self._differ(call) or mixes
-        of_floats = any(map(is_float, call.inputs[:1])) and not call.checks
-        found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=of_floats) if mixes else NOTHING
+        found = Known(SUMS, f"{call.name} in {self._where()}", of_floats=call.of_floats) if mixes else NOTHING
         mixed = {id(tensor) for tensor in call.mixed}
         for tensor in call.outputs:
             does = found if id(tensor) in mixed else NOTHING
@@ -262,6 +277,9 @@ class DependenceWatch(TorchDispatchMode):
             for tensor, sample in zip(call.outputs, call.samples_taken, strict=True):
                 if sample is not None:
                     self.put(tensor, replace(self.known(tensor), sample=sample))
+            picks = call.picks()
+            for tensor in call.outputs if picks or call.finds() else ():
+                self.put(tensor, replace(self.known(tensor), is_picked=picks, is_found=not picks))
         if call.checks and (known := self.known(call.output)).of_floats:
             self.put(call.output, replace(known, of_floats=False))
 
@@ -296,7 +314,8 @@ class DependenceWatch(TorchDispatchMode):
                 sample = self.known(base).sample  # others are beside the one that is written
                 self.carry([base, *call.sources], [base], found, takes_integers=True)
                 self.put(base, replace(self.known(base), sample=sample))
-            if (name := self._buffer_at.get(tensor.untyped_storage()._cdata)) is not None:
+            places = (each.untyped_storage()._cdata for each in (tensor, base) if each is not None)
+            if name := next((name for place in places if (name := self._buffer_at.get(place))), ""):
                 values = [value for value in call.inputs if value is not tensor]
                 self.note_written(name, values, adds_up=self._adds_up(call, values))
 
@@ -348,6 +367,8 @@ class DependenceWatch(TorchDispatchMode):
                 is_weight=are_weights,
                 is_stored=bool(known) and all(each.is_stored for _, each in known),
                 is_shuffle=are_shuffles,
+                is_found=is_place(tensor) and any(own.is_found for _, own in known),
+                is_picked=is_place(tensor) and any(own.is_picked for _, own in known),
                 is_learned=is_learned,
                 sums_learned=any(own.sums_learned for _, own in known)
                 or found != NOTHING

@@ -35,7 +35,7 @@ from roundpipe.core.module_tree import modules_in, named_modules_in
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.arguments import without_found
-from roundpipe.fx.fakes import code_at_other_sizes, fake_of, recalled, static_mode
+from roundpipe.fx.fakes import code_at_other_sizes, fake_of, real_world, recalled, static_mode
 from roundpipe.fx.graph.nodes import GraphInterpreter, hint, module_of, producer_of, value_of, writes_buffers
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.alike import module_key
@@ -45,15 +45,18 @@ from roundpipe.fx.passes.data_of_fakes import DataOfFakes
 from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
 from roundpipe.fx.passes.sample_blocks import Blocks
 from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
+from roundpipe.fx.passes.sample_numbers import (
+    PER_PRIME,
+    WITH_THIRDS,
+    Trial,
+    is_torchs_own,
+    kept_tensors,
+    numbers_of,
+    trials,
+    usable_primes,
+)
 from roundpipe.fx.sizes import Symbolic, flat_tensors
 
-_PER_PRIME = 4
-"""How many times a prime the samples are, so that halves and quarters of a batch can be told from the whole."""
-_WITH_THIRDS = 12
-"""The same where code can't run on so many, such as one that takes a batch of three parts."""
-_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
-_SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
-"""For code that can't run on many more samples than the example's, such as with a table for so many at most."""
 _CPU = torch.device("cpu")
 ONE_SAMPLE_ALONE = "is of one sample alone"
 """What is odd about an output, in words; see `SampleDependence.single`."""
@@ -92,16 +95,16 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
     if not samples:
         return SampleDependence()
     found = SampleDependence()
-    primes, small = _usable_primes(traced, samples), _small_primes(traced, samples)
     with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
-        for usable, per_prime in ((primes, _PER_PRIME), (primes, _WITH_THIRDS), (small, 1)):
-            if len(usable) < 2:
-                continue
-            run = _DependenceRun(traced, samples, usable[0], per_prime=per_prime)
-            found = run.found()
-            if found != SampleDependence():
-                found = found.confirmed_by(_DependenceRun(traced, samples, usable[1], per_prime=per_prime).found())
-            if found != SampleDependence() or not run.has_failed:
+        for pair in trials(traced, samples, (PER_PRIME, WITH_THIRDS)):
+            runs = [_DependenceRun(traced, samples, trial) for trial in pair]
+            new = runs[0].found()
+            if new != SampleDependence():
+                new = new.confirmed_by(runs[1].found())
+            if new.where or found == SampleDependence():
+                found = new
+            is_known = new.where or new != SampleDependence() and not new.changed_buffer
+            if is_known or not any(run.has_failed for run in runs):
                 break
     if not found.where and not symbols_of_samples(samples):
         found = replace(found, where=where_code_mixes(traced) or "")
@@ -119,17 +122,21 @@ def where_code_mixes(traced: TracedGraph) -> str | None:
     samples = arguments_of_samples(traced)
     if not samples:
         return ""
-    large, small = _usable_primes(traced, samples), _small_primes(traced, samples)
-    for usable, per_prime in ((large, 1), (large, _PER_PRIME), (small, 1)):
+    has_run = False
+    for pair in trials(traced, samples, (1, PER_PRIME)):
         found: list[str] = []
-        for prime in usable[:2]:
+        for trial in pair:
             with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
-                found.append(_DependenceRun(traced, samples, prime, per_prime=per_prime).where_in_code())
+                run = _DependenceRun(traced, samples, trial)
+                found.append(run.where_in_code())
+                if not found[-1] and not run.has_failed:
+                    return ""
             if not any(found):
                 break
-        if found:
-            return found[0] if len(found) == 2 and found[0] == found[1] else ""
-    return None
+        if len(found) == 2:
+            return found[0] if found[0] == found[1] else ""
+        has_run |= bool(found)
+    return "" if has_run else None
 
 
 def mixing_of_samples(
@@ -144,51 +151,28 @@ def mixing_of_samples(
         outputs: those arguments that a model has made.
     """
     found: list[Mixing | None] = []
-    for prime in _usable_primes(traced, samples)[:2] if samples and outputs else ():
+    for prime in usable_primes(traced, samples)[:2] if samples and outputs else ():
         with code_at_other_sizes(), torch.no_grad(), suppress(Exception):  # code may ask for what fakes lack
-            found.append(_DependenceRun(traced, samples, prime, outputs).mixing(scalars))
+            found.append(_DependenceRun(traced, samples, Trial(prime), outputs).mixing(scalars))
     return found[0] if len(found) == 2 and found[0] == found[1] else None
 
 
-def _small_primes(traced: TracedGraph, samples: Mapping[Node, torch.Tensor]) -> list[int]:
-    """Usable ones, those up to the example's number of samples first, the largest of them in front."""
-    number = hint(next(iter(samples.values())).shape[0])
-    usable = _usable_primes(traced, samples, _SMALL_PRIMES)
-    return sorted(usable, key=lambda prime: (prime > number, abs(prime - number)))
-
-
-def _usable_primes(traced: TracedGraph, samples: Iterable[Node], primes: Iterable[int] = _PRIMES) -> list[int]:
-    """Those that divide no size beside the number of samples."""
-    stored = (*traced.model.parameters(), *traced.model.buffers(), *_tensors(traced.constants.values()))
-    sizes = {size for tensor in stored for size in tensor.shape}
-    for node in traced.placeholders:
-        if isinstance(value := value_of(node), torch.Tensor):
-            sizes.update(map(hint, value.shape[1:] if node in samples else value.shape))
-    return [prime for prime in primes if all(size % prime or not size for size in sizes)]
-
-
 class _DependenceRun(GraphInterpreter):
-    """A graph on fakes of ``per_prime`` times a prime samples."""
+    """A graph on fakes of as many samples as a trial has."""
 
     def __init__(
-        self,
-        traced: TracedGraph,
-        samples: Iterable[Node],
-        prime: int,
-        learned: Collection[Node] = (),
-        *,
-        per_prime: int = _PER_PRIME,
+        self, traced: TracedGraph, samples: Iterable[Node], trial: Trial, learned: Collection[Node] = ()
     ) -> None:
         super().__init__()
         self._learned = learned
         self.has_failed = False
-        """Whether something could not run on so many, or cut them into more or fewer parts."""
-        self._traced, self._samples, self._number = traced, frozenset(samples), per_prime * prime
+        """Whether something could not run on so many, cut them into more or fewer parts, or lost some."""
+        self._traced, self._samples, self._trial = traced, frozenset(samples), trial
         others = (value_of(node) for node in traced.placeholders if node not in self._samples)
         has_others = any(isinstance(each, torch.Tensor) and each.ndim and hint(each.shape[0]) > 1 for each in others)
         self._watch = DependenceWatch(
-            prime,
-            self._number,
+            trial.prime,
+            trial.number,
             has_others=has_others,
             is_of_loss=bool(learned),
             has_lists=_has_lists(traced.arguments, self._samples),
@@ -199,11 +183,13 @@ class _DependenceRun(GraphInterpreter):
         self._attributes = AttributeCopies(traced, self._fake)
         self._symbols = symbols_of_samples(self._samples)
         self._buffers = {id(buffer): name for name, buffer in traced.model.named_buffers()}
+        self._buffers |= {id(tensor): name for name, tensor in kept_tensors(traced.model).items()}
 
     def found(self) -> SampleDependence:
         """What the outputs show."""
         self._run()
         outputs = [self.values[node] for node in self._traced.outputs]
+        self._note_lost(outputs)
         where = next((where for each in _tensors(outputs) if (where := self._watch.mixed_in(each))), "")
         if not where and not self._symbols:  # a graph for this number of samples, such as of a loop over them
             where = next(
@@ -226,6 +212,13 @@ class _DependenceRun(GraphInterpreter):
             return values[leaf.name] if isinstance(leaf, OutputValue) else leaf
 
         twin = self._attributes.twin(self._traced.model)
+        buffers = dict(twin.named_buffers())
+        for path, tensor in kept_tensors(twin).items():
+            if path not in buffers and self._trial.shape(tensor) != [*tensor.shape]:
+                owner, _, name = path.rpartition(".")
+                vars(twin.get_submodule(owner))[name] = self._fake(tensor)
+            elif path not in buffers:
+                self._watch.put_buffer(tensor, path, is_torchs=False)
         with recalled(self._mode), self._mode, preserved_random_state(), python_restored(modules_in(twin)):
             values = {node.name: self._example(node) for node in self._traced.placeholders}
             values |= self._traced.number_hints
@@ -240,7 +233,14 @@ class _DependenceRun(GraphInterpreter):
                     raise
                 out = None
         mixed = (where for each in flat_tensors(out) if (where := self._watch.mixed_in(each)))
+        self._note_lost(flat_tensors(out))
         return next(mixed, self._watch.decision)
+
+    def _note_lost(self, outputs: Iterable[Any]) -> None:
+        """Note that outputs have as many rows as a buffer has, which are fewer than there are samples."""
+        lengths = {size for tensor in kept_tensors(self._traced.model).values() for size in tensor.shape}
+        rows = {tensor.shape[0] for tensor in _tensors(outputs) if tensor.ndim}
+        self.has_failed |= not lengths.isdisjoint(rows) and not any(map(self._watch.dims, _tensors(outputs)))
 
     def _alike_shared(self, twin: nn.Module) -> AbstractContextManager[None]:
         """Within it, one runs of those nodes of the graph that are modules and alike, as in the graph itself."""
@@ -303,7 +303,7 @@ class _DependenceRun(GraphInterpreter):
     def _buffers_of(self, target: str) -> list[str]:
         """Names of the buffers in a module, but for those of torch's own modules."""
         modules = named_modules_in(self._traced.attribute(target))
-        own = ((f"{target}.{path}".rstrip("."), each) for path, each in modules.items() if not _is_torchs(each))
+        own = ((f"{target}.{path}".rstrip("."), each) for path, each in modules.items() if not is_torchs_own(each))
         return [f"{path}.{name}" for path, each in own for name in each._buffers]
 
     def _example(self, node: Node) -> Any:
@@ -313,25 +313,29 @@ class _DependenceRun(GraphInterpreter):
             return self._size(value)
         shape = [*map(self._size, value.shape)]
         if node in self._samples:
-            shape[0] = self._number
+            shape[0] = self._trial.number
         return torch.empty(shape, dtype=value.dtype)
 
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymFloat | torch.SymBool):
-            return size_at(size, self._symbols, self._number)
-        found = size.node.expr.subs(dict.fromkeys(self._symbols, self._number))
+            return size_at(size, self._symbols, self._trial.number)
+        found = size.node.expr.subs(dict.fromkeys(self._symbols, self._trial.number))
         return size.node.pytype(found) if found.is_number else size.node.hint
 
     def get_attr(self, node: Node) -> Any:
         return self._attributes.at(node.target)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = self._buffers.get(id(tensor))
+        is_torchs = name is not None and is_torchs_own(self._traced.model.get_submodule(name.rpartition(".")[0]))
+        if name is not None and not is_torchs and (shape := self._trial.shape(tensor)) != [*tensor.shape]:
+            with real_world():
+                tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
         fake = fake_of(self._mode, tensor, _CPU)
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1:
             self._watch.put(fake, replace(STORED, is_weight=True))
-        elif (name := self._buffers.get(id(tensor))) is not None:
-            owner = self._traced.model.get_submodule(name.rpartition(".")[0])
-            self._watch.put_buffer(fake, name, is_torchs=_is_torchs(owner))
+        elif name is not None:
+            self._watch.put_buffer(fake, name, is_torchs=is_torchs)
         else:
             self._watch.put(fake, STORED)
         return fake
@@ -372,7 +376,7 @@ def _has_other_parts(node: Node, value: Any) -> bool:
 
 def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
     """Whether a list or tuple among arguments has as many entries as there are samples."""
-    numbers = {hint(value.shape[0]) for node in samples if isinstance(value := value_of(node), torch.Tensor)}
+    numbers = numbers_of(samples)
 
     def is_or_has(value: Any) -> bool:
         if isinstance(value, (list, tuple)) and len(value) in numbers:
@@ -381,14 +385,6 @@ def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:
 
     args, kwargs = arguments or ((), {})
     return any(map(is_or_has, (*args, *kwargs.values())))
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is of torch's own, or a norm that was made of one."""
-    return type(module).__module__.startswith("torch.nn.") or isinstance(module, _NORMS)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -26,7 +26,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.watched import is_transformed
 from roundpipe.effects.outside import nobody_watched
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
-from roundpipe.fx.fakes import DATA_DEPENDENT, NO_FAKE_KERNEL, draws_unseen, is_fake, real_world, written_unseen
+from roundpipe.fx.fakes import DATA_DEPENDENT, NO_FAKE_KERNEL, draws_unseen, is_in_fake, real_world, written_unseen
 from roundpipe.fx.graph.nodes import HOOK_METHODS
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.piece_numbers import whole_operands
@@ -243,7 +243,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _of_known_layout(self) -> set[torch.Tensor]:
         """Weights, and inputs that are contiguous now and at every call of the graph."""
-        known = {tensor for tensor in self.world.name_of if is_fake(tensor) and dense_strides(tensor) is not None}
+        known = {tensor for tensor in self.world.name_of if is_in_fake(tensor) and dense_strides(tensor) is not None}
         for tensor, node in list(self.builder.node_of.items()):
             if node.op == "placeholder" and self.data.answer(torch.Tensor.is_contiguous, (tensor,), {}) is True:
                 known.add(tensor)
@@ -361,7 +361,7 @@ class CallRecorder(TorchFunctionMode):
     def note_written(self, node: Node, written: Sequence[torch.Tensor]) -> None:
         """A node writes these tensors in place."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
-        if storages & self.world.parameter_at.keys() or not all(map(is_fake, written)):
+        if storages & self.world.parameter_at.keys() or not all(map(is_in_fake, written)):
             raise self._written_weight("it writes a parameter, or a tensor that is no part of the model, in place")
         self.builder.written_storages.update(storages)
         if not self.data.reader.depends_on_inputs_only(node):
