@@ -102,7 +102,10 @@ class ChainRunner(Runner):
         self.session.optimizer.raise_pending()
         layout, mixing = layout_of(calls), calls[0].chain.mixing
         self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd, mixing)
-        return merge(outputs, config, scalars=scalars, layout=layout)
+        merged = merge(outputs, config, scalars=scalars, layout=layout)
+        for call in calls:
+            call.before_backward = self.hook_warnings.look_at_outputs(merged)
+        return merged
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, config = self.session, self._resolve(training.options)

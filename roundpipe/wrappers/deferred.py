@@ -63,6 +63,8 @@ class DeferredBackward:
                 if name not in incoming[m]:
                     incoming[m][name] = [HostValue([None] * self.num_tensors[m, name])]
                 incoming[m][name][0].value[position] = gradient.to("cpu")
+        if self.call.before_backward is not None:
+            self.call.before_backward()
         if accumulates:
             self.session.optimizer.begin_backward()
         spec = self.builder.backward_step(forward.spec, self.call, self.frozen)

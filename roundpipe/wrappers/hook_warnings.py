@@ -7,6 +7,7 @@ where the last microbatch's tensors take the place of those before, as they do i
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.effects.handing import Places
 from roundpipe.effects.places import Place, package_of
@@ -26,6 +28,11 @@ from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.leaves import batched_leaf
 from roundpipe.runtime.weights.frozen_layers import hooks_of
 
+_BY_OUTPUT = (
+    "retain_grad() of an output: its .grad gets what comes to this output itself, and not what comes to other outputs, "
+    "which the model may have computed from it. Take such gradients by a hook inside the model, or run the layers "
+    "behind it outside of the compiled model"
+)
 MOST_LOOKS = 4
 """At what a hook leaves, in each mode: to find what it can reach takes a while."""
 _OF_INTEGRATIONS = frozenset({"accelerate", "peft", "roundpipe", "torch", "transformers"})
@@ -54,7 +61,7 @@ class HookWarnings:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen: dict[int, Any] = {}
-        self._is_over = False
+        self._is_over = self._has_told_of_outputs = False
         self._looks: Counter[tuple[Any, int, bool, bool]] = Counter()
         """How often a forward hook or a loss was looked at: by its code, its place among those of it, and mode."""
         self._num_looks_at_backward = 0
@@ -62,6 +69,21 @@ class HookWarnings:
         """The backward of a ``forward`` comes later: before the next call it is over."""
         self._told: dict[tuple[str, int, Any], Place] = {}
         """By identity."""
+
+    def look_at_outputs(self, outputs: Any) -> Callable[[], None] | None:
+        """What to call when a backward begins, which warns, once, of outputs that keep their gradients."""
+        tensors = [tensor for tensor in trees.tensors(outputs) if tensor.requires_grad]
+        if self._has_told_of_outputs or len(tensors) < 2:
+            return None
+        given = [weakref.ref(tensor) for tensor in tensors]
+
+        def look() -> None:
+            kept = any(tensor.retains_grad for tensor in (each() for each in given) if tensor is not None)
+            if kept and not self._has_told_of_outputs:
+                self._has_told_of_outputs = True
+                warn(_BY_OUTPUT)
+
+        return look
 
     def begin_calls(self, calls: Sequence[Call], *, has_backward: bool) -> Callable[[], None]:
         """Look at the layers of calls whose microbatches are those of one batch; gives what is called behind them."""

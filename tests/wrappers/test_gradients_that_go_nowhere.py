@@ -326,3 +326,32 @@ def test_lbfgs_has_a_list_of_its_own() -> None:
         for _ in range(3):
             piped.step(lambda: optimizer.step(closure), is_async=False)
         assert _evaluated(piped) < 0.7 * before
+
+
+class _WithFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x).tanh()
+        return self.head(h), h
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 3])
+def test_an_output_that_keeps_its_gradient_lacks_what_comes_through_others(num_microbatch: int) -> None:
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=num_microbatch)
+    with roundpipe.compile(_WithFeatures(), devices=["cpu"], model_run_config=config) as piped:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits, h = piped(X)
+            (logits.sum() + h.sum()).backward()
+    with (
+        roundpipe.compile(_WithFeatures(), devices=["cpu"], model_run_config=config) as piped,
+        pytest.warns(UserWarning, match="retain_grad\\(\\) of an output") as told,
+    ):
+        for _ in range(2):
+            logits, h = piped(X)
+            h.retain_grad()
+            logits.sum().backward()
+    assert len(told) == 1

@@ -85,6 +85,8 @@ class Call:
     """Makes the loss a part of the last layer, if it can be."""
     kept: KeptOfCall = field(default_factory=KeptOfCall)
     """What ``loss_fn`` leaves in Python where its graph runs in its place; of the whole call."""
+    before_backward: Callable[[], None] | None = None
+    """Called when the backward of a forward that has run begins."""
     _tail: tuple[Tail | None] | None = None
     _hooks: list[tuple[int, nn.Module, Any]] | None = None
     _inventory: Inventory | None = None
