@@ -86,6 +86,14 @@ def _of_another_length(model: Any, h: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def _of_half_the_length(model: Any, h: torch.Tensor) -> torch.Tensor:
+    number = h.shape[1]
+    if model.mask is None:
+        model.mask = torch.full((number, number), float("-inf")).triu(1 + number // 2)
+    mask: torch.Tensor = model.mask[:number, :number]
+    return mask
+
+
 def _of_the_first_length(model: Any, h: torch.Tensor) -> torch.Tensor:
     if model.mask is None:
         model.mask = torch.ones(()) * h.shape[1]
@@ -132,6 +140,7 @@ MADE_ANEW: dict[str, Mask] = {
 OTHERS: dict[str, Mask] = {
     "in a dict": _of_a_dict,
     "of another length": _of_another_length,
+    "of half the length": _of_half_the_length,
     "of the first length": _of_the_first_length,
     "counted": _counted,
     "added to": _added_to,

@@ -150,7 +150,7 @@ class TimeFirst(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.mask is None or len(self.mask) != len(ids):
-            self.mask = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
+            self.mask = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1 + len(ids) // 2)
         out: torch.Tensor = self.head(self.encoder(self.embedding(ids), src_mask=self.mask))
         return out
 

@@ -133,7 +133,8 @@ class BatchWarnings:
         That is where a list has an output for each sample, if outputs are merged; and where an argument seems to be a
         batch of another size, of which every piece would give all outputs.
         """
-        if pieces.num_microbatches == 1 or not self.may_choose(config) or config.merge_output not in (None, True):
+        is_given = config.merge_output is not None and config.merge_output is not True
+        if pieces.num_microbatches == 1 or is_given or not self.may_choose(config):
             return False
         odd = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
         single = [path for path, why in odd.items() if why == ONE_SAMPLE_ALONE and is_merged]

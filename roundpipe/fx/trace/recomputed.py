@@ -53,15 +53,20 @@ class Recipe:
         return made
 
     def is_same_at_all_sizes(self, example: Mapping[sympy.Symbol, int]) -> bool:
-        """Whether it begins with the same where sizes are larger by one, as far as it goes."""
-        for limit in (SMALL_SIZE, max(example.values(), default=0)):
+        """Whether it begins with the same where sizes are larger, as far as it goes."""
+        for limit, most in ((SMALL_SIZE, 2 * SMALL_SIZE), (max(example.values(), default=0), 2)):
             sizes = {symbol: min(size, limit) for symbol, size in example.items()}
-            larger = {symbol: size + 1 for symbol, size in sizes.items()}
+            more = [1, min(most, max(sizes.values(), default=0) + 3)]
             with suppress(Exception), real_world():  # its code may ask for other sizes
-                first, other = self.made(sizes), self.made(larger)
-                common = tuple(slice(min(pair)) for pair in zip(first.shape, other.shape, strict=True))
-                return torch.equal(first[common].nan_to_num(), other[common].nan_to_num())
+                first = self.made(sizes)
+                others = [self.made({symbol: size + each for symbol, size in sizes.items()}) for each in more]
+                return all(_begins_alike(first, other) for other in others)
         return False
+
+
+def _begins_alike(first: torch.Tensor, other: torch.Tensor) -> bool:
+    common = tuple(slice(min(pair)) for pair in zip(first.shape, other.shape, strict=True))
+    return torch.equal(first[common].nan_to_num(), other[common].nan_to_num())
 
 
 class _RecipeRun(GraphInterpreter):
