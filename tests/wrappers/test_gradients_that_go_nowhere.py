@@ -262,22 +262,26 @@ def _stepped_and_cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """As nanoGPT's configure_optimizers has them."""
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim < 2]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 @pytest.mark.parametrize("update", [_clipped, _of_layers, _stepped_and_cleared])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_an_optimizer_of_the_models_own_parameters_trains_in_step_fn(
-    update: Callable[..., None], dtype: torch.dtype
+    update: Callable[..., None], dtype: torch.dtype, is_frozen: bool
 ) -> None:
     trained: list[dict[str, torch.Tensor]] = []
     for is_own in (True, False):
         model = _model().to(dtype)
+        model[0].weight.requires_grad_(not is_frozen)
         with warnings.catch_warnings(), roundpipe.compile(model, devices=["cpu"]) as piped:
             warnings.simplefilter("error")
-            copies = dict(zip(model.parameters(), piped.optim_parameters(), strict=True))
+            own = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            copies = {own[name]: each for name, each in piped.optim_named_parameters()}
             groups = _groups(model)
             if not is_own:
                 groups = [{**group, "params": [copies[each] for each in group["params"]]} for group in groups]

@@ -271,8 +271,10 @@ class UpdateRunner:
 
     def copies_of(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The same with copies in the place of the model's own parameters, which have no gradients in ``step_fn``."""
-        copies = {pair.parameter: pair.copy for pair in self._pairs}
-        return [copies.get(each, each) for each in parameters]  # type: ignore[call-overload]
+        copies: dict[torch.Tensor, torch.Tensor] = {
+            pair.parameter: pair.copy for pair in self._pairs if pair.copy is not None
+        }
+        return [copies.get(each, each) for each in parameters]
 
     def late_of(self, parameters: Sequence[torch.Tensor]) -> LateGradients | None:
         """Late gradients that can be clipped, together with others of these; None: there are none."""
