@@ -359,3 +359,26 @@ def test_an_output_that_keeps_its_gradient_lacks_what_comes_through_others(num_m
             h.retain_grad()
             logits.sum().backward()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("has_step", [False, True])
+def test_zero_grad_between_forward_and_backward(has_step: bool, is_own: bool) -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(), roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        warnings.simplefilter("error")
+        given = model.parameters() if is_own else piped.optim_parameters()
+        optimizer, taken = torch.optim.SGD(given, lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
+        for _ in range(5):
+            losses = [nn.functional.cross_entropy(each(X), LABELS) for each in (piped, plain)]
+            for module, loss in zip((model, plain), losses, strict=True):
+                module.zero_grad()
+                loss.backward()
+            assert_close(*losses)
+            taken.step()
+            if has_step:
+                piped.step(optimizer.step, is_async=False)
+            else:
+                optimizer.step()
+    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))

@@ -217,9 +217,9 @@ class PlainSteps(ABC):
         return False
 
     def clear_module(self, parameters: Sequence[torch.Tensor], set_to_none: bool) -> bool:
-        """Clear gradients of these by `zero_grad`, or behind the update, if `RoundPipe.step` takes them; else false."""
+        """Clear gradients of these by `zero_grad`, or behind the update, if updates are made of copies; else false."""
         is_callers = not self.is_calling or self._runner.is_inside
-        if self._closed or self._loop != "steps" or not is_callers or not self._gates.board.is_here:
+        if self._closed or self._loop not in ("steps", "copies") or not is_callers or not self._gates.board.is_here:
             return False
         given = set(parameters)
         own = [pair for pair in self._pairs if pair.parameter in given]
