@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,19 +16,10 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.microbatch.lists import are_of_samples
 from roundpipe.runtime.microbatch.split import split
-from tests.runtime.models import assert_same, gradients
+from tests.runtime.models import assert_same, gradients, pair
 
 NUMBER, WIDTH, CLASSES = 6, 8, 5
 WHOLE = "So the batch is not cut but runs as one microbatch. If the entries belong to the samples"
-
-
-@contextmanager
-def pair(make: Callable[[], nn.Module]) -> Iterator[tuple[Any, nn.Module, nn.Module]]:
-    torch.manual_seed(0)
-    net = make()
-    reference = copy.deepcopy(net)
-    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
-        yield piped, net, reference
 
 
 def detector() -> nn.Module:
@@ -114,7 +102,10 @@ def test_a_number_that_is_given_cuts_and_the_warning_says_that_entries_are_not()
         return set_loss(outputs, label)
 
     config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
-    with pair(InParts) as (piped, _, _), pytest.warns(UserWarning, match="but only tensors are split, so every"):
+    with (
+        pair(InParts) as (piped, _, _),
+        pytest.warns(UserWarning, match="but only tensors are split, so every"),
+    ):
         piped.forward_backward((torch.randn(NUMBER, WIDTH),), label=targets(), loss_fn=loss_fn, run_config=config)
     assert seen == [(2, NUMBER)] * 3
 
@@ -135,7 +126,10 @@ def test_an_argument_with_entries_for_each_sample_has_the_batch_run_whole() -> N
     torch.manual_seed(2)
     words = [torch.randint(10, (1 + index % 3,)) for index in range(NUMBER)]
     x, label = torch.randn(NUMBER, WIDTH), torch.randint(CLASSES, (NUMBER,))
-    with pair(Words) as (piped, net, reference), pytest.warns(UserWarning, match=r"args\[1\]: a list or array of as"):
+    with (
+        pair(Words) as (piped, net, reference),
+        pytest.warns(UserWarning, match=r"args\[1\]: a list or array of as"),
+    ):
         torch.testing.assert_close(piped(x, words), reference(x, words))
         expected = F.cross_entropy(reference(x, words), label)
         expected.backward()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
-from tests.runtime.models import assert_same, gradients
+from tests.runtime.models import assert_same, gradients, pair
 
 WIDTH, CLASSES, TIMES = 8, 6, 10
 
@@ -37,15 +36,6 @@ class InParts(nn.Module):
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, CLASSES))
-
-
-@contextmanager
-def pair(make: Callable[[], nn.Module]) -> Iterator[tuple[Any, nn.Module, nn.Module]]:
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
-        yield piped, model, reference
 
 
 def ctc(outputs: torch.Tensor, label: Any) -> torch.Tensor:

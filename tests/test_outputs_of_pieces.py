@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
-from tests.runtime.models import assert_same, gradients
+from tests.runtime.models import assert_same, gradients, pair
 
 NUMBER, WIDTH, CLASSES = 6, 8, 5
 GIVEN = RoundPipeRunConfig(num_microbatch=3)
@@ -54,13 +52,8 @@ class WithTable(OfSamples):
         return self.body(x) @ self.body(table).T
 
 
-@contextmanager
-def pair(kind: type[nn.Module]) -> Iterator[tuple[Any, nn.Module, nn.Module]]:
-    torch.manual_seed(0)
-    net = kind().double()
-    reference = copy.deepcopy(net)
-    with roundpipe.compile(net, devices=["cpu", "cpu"]) as piped:
-        yield piped, net, reference
+def doubled(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: kind().double()
 
 
 def rows(number: int) -> torch.Tensor:
@@ -74,7 +67,10 @@ def scores_of(outputs: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [OfSamples, InDicts])
 @pytest.mark.parametrize("number", [NUMBER, NUMBER + 1])
 def test_by_default_a_list_of_outputs_is_that_of_the_whole_batch(kind: type[nn.Module], number: int) -> None:
-    with pair(kind) as (piped, net, reference), warnings.catch_warnings(record=True) as caught:
+    with (
+        pair(doubled(kind)) as (piped, net, reference),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             x, label = rows(number), torch.randint(CLASSES, (number,))
@@ -99,7 +95,7 @@ def test_a_loss_has_the_lists_of_the_pieces_which_go_with_their_labels() -> None
         return F.cross_entropy(scores_of(outputs), label)
 
     x, label = rows(NUMBER), torch.randint(CLASSES, (NUMBER,))
-    with pair(OfSamples) as (piped, net, reference), warnings.catch_warnings():
+    with pair(doubled(OfSamples)) as (piped, net, reference), warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = F.cross_entropy(scores_of(reference(x)), label)
         expected.backward()
@@ -112,7 +108,7 @@ def test_a_loss_has_the_lists_of_the_pieces_which_go_with_their_labels() -> None
 
 def test_a_number_that_is_given_concatenates_the_entries_of_lists_and_says_so() -> None:
     with (
-        pair(OfSamples) as (piped, _, _),
+        pair(doubled(OfSamples)) as (piped, _, _),
         pytest.warns(UserWarning, match="concatenated along dimension 0 all"),
     ):
         outputs = piped(rows(NUMBER), roundpipe_run_config=GIVEN)
@@ -124,7 +120,10 @@ def test_by_default_a_batch_beside_another_one_runs_whole(others: int) -> None:
     def loss_fn(outputs: Any, label: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs[0], label) + outputs[1].softmax(1).square().mean()
 
-    with pair(OfBatches) as (piped, net, reference), warnings.catch_warnings(record=True) as caught:
+    with (
+        pair(doubled(OfBatches)) as (piped, net, reference),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         x, other, label = rows(NUMBER), rows(others), torch.randint(CLASSES, (NUMBER,))
         torch.testing.assert_close(piped(x, other), reference(x, other))
@@ -141,7 +140,10 @@ def test_by_default_a_batch_beside_another_one_runs_whole(others: int) -> None:
 
 def test_a_number_that_is_given_gives_all_of_another_batch_to_each_microbatch() -> None:
     x, other = rows(NUMBER), rows(3 * NUMBER)
-    with pair(OfBatches) as (piped, _, _), pytest.warns(UserWarning, match=r"args\[1\]: dim 0 is not as long as the"):
+    with (
+        pair(doubled(OfBatches)) as (piped, _, _),
+        pytest.warns(UserWarning, match=r"args\[1\]: dim 0 is not as long as the"),
+    ):
         outputs = piped(x, other, roundpipe_run_config=GIVEN)
     assert [len(each) for each in outputs] == [NUMBER, 9 * NUMBER]
 
@@ -154,7 +156,10 @@ def test_a_table_that_samples_share_has_no_batch_run_whole() -> None:
         return F.cross_entropy(outputs, label)
 
     x, table, label = rows(NUMBER), rows(9), torch.randint(9, (NUMBER,))
-    with pair(WithTable) as (piped, _, reference), pytest.warns(UserWarning, match="dim 0 is not as long as the batch"):
+    with (
+        pair(doubled(WithTable)) as (piped, _, reference),
+        pytest.warns(UserWarning, match="dim 0 is not as long as the batch"),
+    ):
         loss = piped.forward_backward((x, table), label=label, loss_fn=loss_fn, loss_reduction="mean")
         torch.testing.assert_close(loss, F.cross_entropy(reference(x, table), label).detach())
     assert numbers[-1] == 3

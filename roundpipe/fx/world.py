@@ -193,12 +193,12 @@ class FakeWorld:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _make_fakes(self) -> None:
-        modules = dict(places_in(self.model))  # one module may have several names
         inputs = {place.identity for place in self._places.values()}
         self.real.update(parameters_at(self.model))
+        modules = dict(places_in(self.model)) if inputs else {}  # one module may have several names
         for path, buffer in buffers_at(self.model):
             owner, _, name = path.rpartition(".")
-            if (id(modules[owner]._buffers), name) not in inputs:
+            if not inputs or (id(modules[owner]._buffers), name) not in inputs:
                 self.real[path] = buffer
         host = torch.device("cpu")
         for name, tensor in self.real.items():

@@ -201,6 +201,11 @@ class ResolvedConfig:
     is_number_given: bool = True
     """Whether somebody said into how many microbatches a batch is cut."""
 
+    @property
+    def leaves_cut_open(self) -> bool:
+        """Whether nobody has said how batches are cut, or into how many microbatches."""
+        return self.split_input is None and not self.is_number_given
+
     def in_one_piece(self) -> ResolvedConfig:
         """The same for a call that cuts nothing."""
         return replace(self, num_microbatch=1, auto=frozenset())

@@ -85,7 +85,7 @@ class BatchWarnings:
         is_whole = config.num_microbatch == 1 and not config.auto
         if is_whole or config.split_input is not None:
             return config
-        if self.may_choose(config) and (name := uncuttable_samples(args, kwargs, label)):
+        if config.leaves_cut_open and (name := uncuttable_samples(args, kwargs, label)):
             self._warn_once(
                 "lists",
                 f"{name} is sparse or nested, and can't be cut. So the batch runs as one microbatch. If its rows are "
@@ -96,7 +96,7 @@ class BatchWarnings:
             return config
         how = "give split_input a function that cuts the list"
         tensors = f"{found.name} is a list of {found.length}, and nothing but it tells the number of samples"
-        if self.may_choose(config):
+        if config.leaves_cut_open:
             self._warn_once(
                 "lists",
                 f"{tensors}. They may be its entries, or lie along dimension 0 of each ({found.size}). So the batch is "
@@ -114,7 +114,7 @@ class BatchWarnings:
 
     def whole_if_listed(self, config: ResolvedConfig, pieces: Split) -> bool:
         """Whether a batch by default runs whole since its pieces would get the same entries of lists; warns of it."""
-        if not pieces.lists or pieces.num_microbatches == 1 or not self.may_choose(config):
+        if not pieces.lists or pieces.num_microbatches == 1 or not config.leaves_cut_open:
             return False
         self._warn_once(
             "entries",
@@ -134,7 +134,7 @@ class BatchWarnings:
         batch of another size, of which every piece would give all outputs.
         """
         is_given = config.merge_output is not None and config.merge_output is not True
-        if pieces.num_microbatches == 1 or is_given or not self.may_choose(config):
+        if pieces.num_microbatches == 1 or is_given or not config.leaves_cut_open:
             return False
         odd = {path: why for chain in chains for path, why in chain.odd_outputs.items()}
         single = [path for path, why in odd.items() if why == ONE_SAMPLE_ALONE and is_merged]
@@ -167,7 +167,7 @@ class BatchWarnings:
         is_whole = config.num_microbatch == 1 and not config.auto
         if config.split_input is not None or is_whole:
             return config
-        if self._runs_whole and self.may_choose(config):
+        if self._runs_whole and config.leaves_cut_open:
             return config.in_one_piece()
         if chain is None:
             return config
@@ -196,7 +196,7 @@ class BatchWarnings:
 
     def whole_if_small(self, config: ResolvedConfig, args: Any, kwargs: Any) -> ResolvedConfig:
         """The config for a call, which by default cuts no batch into pieces that are too small to run."""
-        if self._too_few and self.may_choose(config) and (size := batch_size(args, kwargs, config)) is not None:
+        if self._too_few and config.leaves_cut_open and (size := batch_size(args, kwargs, config)) is not None:
             if size // min(config.num_microbatch, size) <= self._too_few:
                 return config.in_one_piece()
         return config
@@ -228,7 +228,7 @@ class BatchWarnings:
         is_cut_by_data = cause is TraceCause.ARGUMENT_DATA and is_function(config.split_input)  # as it was in layers
         if is_whole or is_cut_by_data or left is not None and has_loss:
             return config
-        given = not self.may_choose(config)
+        given = not config.leaves_cut_open
         if left is not None:
             (words, place), given = left, given or not config.requires_grad
             is_cut = "that of the last microbatch alone; with num_microbatch=1 that of the batch"
@@ -258,7 +258,7 @@ class BatchWarnings:
         """
         if config.split_input is not None or config.num_microbatch == 1 and not config.auto:
             return config
-        where, may_choose = find(), self.may_choose(config)
+        where, may_choose = find(), config.leaves_cut_open
         if where:
             self._warn_of_mixing(config, where)
             return config.in_one_piece() if may_choose else config
@@ -276,10 +276,6 @@ class BatchWarnings:
         self._is_unclear = where is None and may_choose
         return config
 
-    def may_choose(self, config: ResolvedConfig) -> bool:
-        """Whether nobody has said how batches are cut, or into how many microbatches."""
-        return config.split_input is None and not config.is_number_given
-
     def run_whole(self, error: OnlyWholeError, sizes: Sequence[int] | None) -> None:
         """Have batches run in one piece from now on, since a piece has raised this, of so many samples each.
 
@@ -295,7 +291,7 @@ class BatchWarnings:
 
     def look_at_norms(self, model: nn.Module, config: ResolvedConfig, number: int) -> None:
         """Before the first batch that is cut in training, into a number of pieces that nobody has given."""
-        if self._has_looked_at_norms or number == 1 or not model.training or not self.may_choose(config):
+        if self._has_looked_at_norms or number == 1 or not model.training or not config.leaves_cut_open:
             return
         self._has_looked_at_norms = True
         if any(isinstance(module, _BATCH_NORMS) and module.training for module in model.modules()):

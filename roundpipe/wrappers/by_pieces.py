@@ -11,20 +11,16 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import OnlyWholeError, RoundPipeError, note_cut, said
+from roundpipe.core.errors import OnlyWholeError, note_cut, said
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.config import ResolvedConfig
-from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.microbatch.split import EarlierCalls, Split, split
 from roundpipe.wrappers.batch_warnings import BatchWarnings
 from roundpipe.wrappers.host_gradients import HostGradients
-from roundpipe.wrappers.losses_by_pieces import LossesByPieces, is_of_piece, may_choose, modules_of_loss
+from roundpipe.wrappers.losses_by_pieces import NOT_OF_PIECES, LossesByPieces, is_of_piece, may_choose, modules_of_loss
 from roundpipe.wrappers.session import Session
-
-_NOT_OF_PIECES = (RoundPipeError, MemoryError, *OUT_OF_MEMORY)
-"""Errors that a whole batch would not be without."""
 
 
 @dataclass(eq=False)
@@ -49,7 +45,7 @@ class ByPieces:
 
     def note_failed(self, error: Exception, piece: int) -> None:
         """The forward of a piece has raised this."""
-        if not isinstance(error, _NOT_OF_PIECES):
+        if not isinstance(error, NOT_OF_PIECES):
             self._failed = error, piece
 
     def run(
@@ -72,7 +68,7 @@ class ByPieces:
         pieces, self.has_added = cut(config=config), False
         if self.warnings.whole_if_listed(config, pieces):
             pieces = cut(config=config.in_one_piece())
-        if pieces.num_microbatches == 1 or not self.warnings.may_choose(config):
+        if pieces.num_microbatches == 1 or not config.leaves_cut_open:
             pieces.warn()
             try:
                 return run(pieces, False)

@@ -103,8 +103,9 @@ class ChainRunner(Runner):
         layout, mixing = layout_of(calls), calls[0].chain.mixing
         self._batch_warnings.look(outputs, config, scalars.keys() - mixing.keys(), layout.odd, mixing)
         merged = merge(outputs, config, scalars=scalars, layout=layout)
+        look = self.hook_warnings.look_at_outputs(merged)
         for call in calls:
-            call.before_backward = self.hook_warnings.look_at_outputs(merged)
+            call.before_backward = look
         return merged
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -304,7 +305,7 @@ class ChainRunner(Runner):
         pieces = split(args, kwargs, label, config, self._earlier, warns=False)
         if self._batch_warnings.whole_if_listed(config, pieces):
             return again()
-        number, may_choose = pieces.num_microbatches, self._batch_warnings.may_choose(config)
+        number, may_choose = pieces.num_microbatches, config.leaves_cut_open
         or_whole = may_choose or callable(config.split_input)  # an integration's, if it has whole batches
         or_parts = number == 1 or loss_fn is not None and config.loss_reduction == "sum"  # which needs no weights
         for events in pieces.events:

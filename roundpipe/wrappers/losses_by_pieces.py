@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.core.caller import warn
-from roundpipe.core.errors import GRADIENTS_ADDED, RoundPipeError, add_note, is_of_loss, said, shortened
+from roundpipe.core.errors import GRADIENTS_ADDED, RoundPipeError, add_note, is_of_loss
 from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.run_once import FirstCall
@@ -29,6 +28,10 @@ from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import CallSnapshot
 from roundpipe.wrappers.session import Session, TrainingCall
 from roundpipe.wrappers.tails import samples_of
+from roundpipe.wrappers.whole_warnings import warn_of_loss
+
+NOT_OF_PIECES = (RoundPipeError, MemoryError, *OUT_OF_MEMORY)
+"""Errors that the whole batch would raise, too."""
 
 
 @dataclass(slots=True)
@@ -108,18 +111,12 @@ class LossesByPieces:
                 add_note(error, GRADIENTS_ADDED)
             raise error from None
         known, least = self._of(loss_fn), min(sizes, default=0)
-        what, text = "a batch", "its batches are not cut from now on but run"
-        if least == 1 or least and any(each and min(each) > least for each in known.sizes):
+        is_small = least == 1 or least > 0 and any(each and min(each) > least for each in known.sizes)
+        if is_small:
             known.too_few = max(known.too_few, least)
-            what = "1 sample" if least == 1 else f"{least} samples"
-            text = "a batch with such a piece is not cut but runs"
         else:
             known.runs_whole = True
-        name, words = type(self._model).__name__, shortened(said(error).partition("\n")[0], 200)
-        warn(
-            f"{name}: loss_fn can't run a piece of {what} by itself ({words}), but the whole batch. So {text} as one "
-            "microbatch. If the label can be cut in another way, split_label can say how"
-        )
+        warn_of_loss(type(self._model).__name__, error, least if is_small else None)
         return result
 
     def _of(self, loss_fn: Any) -> KnownLoss:
@@ -166,9 +163,9 @@ def modules_of_loss(loss_fn: Any, model: nn.Module) -> list[nn.Module]:
 
 def is_of_piece(error: Exception) -> bool:
     """Whether a loss function has raised this, and may do so for a piece alone."""
-    return is_of_loss(error) and not isinstance(error, (RoundPipeError, MemoryError, *OUT_OF_MEMORY))
+    return is_of_loss(error) and not isinstance(error, NOT_OF_PIECES)
 
 
 def may_choose(config: ResolvedConfig) -> bool:
     """Whether nobody has said how inputs and labels are cut, or into how many pieces."""
-    return config.split_input is None and config.split_label is None and not config.is_number_given
+    return config.leaves_cut_open and config.split_label is None

@@ -1,4 +1,4 @@
-"""What is said where a model can't run the pieces of a batch, to wrappers' and to integrations' users."""
+"""What is said where a model, or a loss, can't run the pieces of a batch, to wrappers' and integrations' users."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ def warn_of_whole(name: str, error: OnlyWholeError, advice: str, *, is_small: bo
 
     ``is_small``: those that have such a piece, which has too few samples.
     """
-    number, what, text = error.num_samples, "a batch", "batches are not cut from now on but run"
-    if is_small:
-        what = "1 sample" if number == 1 else f"{number} samples"
-        text, advice = "a batch with such a piece is not cut but runs", ""
+    what, text = _pieces_and_batches(error.num_samples if is_small else None, "batches")
     words = f"the model can't run a piece of {what} by itself ({_words_of(error)}), but the whole batch"
-    warn(f"{name}: {words}. So {text} as one microbatch{advice and f'. {advice}'}")
+    warn(f"{name}: {words}. So {text} as one microbatch{f'. {advice}' if advice and not is_small else ''}")
 
 
-def _words_of(error: OnlyWholeError) -> str:
+def warn_of_loss(name: str, error: Exception, too_few: int | None) -> None:
+    """The same of a model's loss function; ``too_few``: samples of the piece, if that is why."""
+    what, text = _pieces_and_batches(too_few, "its batches")
+    words = f"loss_fn can't run a piece of {what} by itself ({_words_of(error)}), but the whole batch"
+    warn(
+        f"{name}: {words}. So {text} as one microbatch. If the label can be cut in another way, split_label can say how"
+    )
+
+
+def _pieces_and_batches(too_few: int | None, batches: str) -> tuple[str, str]:
+    """Of what a piece is, and what runs whole from now on."""
+    if too_few is None:
+        return "a batch", f"{batches} are not cut from now on but run"
+    return "1 sample" if too_few == 1 else f"{too_few} samples", "a batch with such a piece is not cut but runs"
+
+
+def _words_of(error: Exception) -> str:
     return shortened(said(error).partition("\n")[0], 200)

@@ -76,6 +76,16 @@ def eager_round(model, args=(), kwargs=None, label=None, loss_fn=square_loss, nu
     return total, outputs
 
 
+@contextlib.contextmanager
+def pair(make):
+    """A model compiled for two workers, the model itself, and a copy that stays plain."""
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu", "cpu"]) as piped:
+        yield piped, model, reference
+
+
 def gradients(model):
     """Clones of a model's gradients by name; None where there is none."""
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}

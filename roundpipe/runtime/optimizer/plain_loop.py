@@ -30,6 +30,7 @@ from roundpipe.runtime.optimizer.wrong_parameters import ABOUT_HOOKS, have_hooks
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, take_writes
+from roundpipe.runtime.weights.pairs import clear_gradients
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 _BY_TENSOR = ("Adafactor", "LBFGS", "LARS", "Lamb", "LAMB", "Muon", "Shampoo", "SOAP")
@@ -223,12 +224,10 @@ class PlainSteps(ABC):
             return False
         given = set(parameters)
         own = [pair for pair in self._pairs if pair.parameter in given]
-        if own and len(own) == len([*self._pairs]):
+        if own and own == [*self._pairs]:
             self.zero_grad(set_to_none)
         elif own:
             if not self._runner.is_inside:
                 self._ready("zero_grad()")
-            for holder in (holder for pair in own for holder in (pair.copy, pair.holder, pair.parameter)):
-                if holder is not None and holder.grad is not None:
-                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+            clear_gradients((each for pair in own for each in (pair.copy, pair.holder, pair.parameter)), set_to_none)
         return bool(own)

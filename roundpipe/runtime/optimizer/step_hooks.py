@@ -26,6 +26,7 @@ from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.optimizer.update import UpdateRunner
+from roundpipe.runtime.weights.pairs import clear_gradients
 from roundpipe.runtime.weights.parameter_pair import original_of
 
 _LOCK = threading.Lock()
@@ -180,6 +181,5 @@ def _clear_module(module: nn.Module, set_to_none: bool = True) -> None:
     are_cleared = [side.clear_module(parameters, set_to_none) for side in _sides()]
     if not any(are_cleared):
         return _zero_grad_of_module(module, set_to_none)
-    for parameter in parameters:
-        if parameter.grad is not None and not any(side.has(parameter) for side in _sides()):
-            parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+    others = (parameter for parameter in parameters if not any(side.has(parameter) for side in _sides()))
+    clear_gradients(others, set_to_none)

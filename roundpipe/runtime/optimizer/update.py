@@ -255,7 +255,7 @@ class UpdateRunner:
 
     def before_step(self, parameters: frozenset[int], *, has_closure: bool) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
-        self._wrong.note_optimizer(parameters, self._pairs, has_closure=has_closure)
+        self._wrong.note_optimizer(parameters, has_closure=has_closure)
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):

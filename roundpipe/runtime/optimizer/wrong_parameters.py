@@ -95,16 +95,14 @@ class WrongParameters:
         text, self._text = self._text, ""
         return text
 
-    def note_optimizer(
-        self, parameters: frozenset[int], pairs: Sequence[ParameterPair], *, has_closure: bool = False
-    ) -> None:
+    def note_optimizer(self, parameters: frozenset[int], *, has_closure: bool) -> None:
         """An optimizer that has these, by id, steps; with a closure, which may clear gradients, or without."""
         if not has_closure:
             self._steps_now |= parameters
         if parameters <= self._stepped:
             return
         self._stepped |= parameters
-        if own := sum(id(pair.parameter) in parameters for pair in pairs if pair.copy is not None):
+        if own := sum(id(pair.parameter) in parameters for pair in self._pairs if pair.copy is not None):
             self._tell(
                 "optimizer",
                 f"{own} of the {len(parameters)} parameters of the optimizer in step_fn are the model's own, and it "

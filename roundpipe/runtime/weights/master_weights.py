@@ -13,7 +13,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
-from roundpipe.runtime.weights.pairs import convert_gradients, look, watch_copies, with_other_values
+from roundpipe.runtime.weights.pairs import clear_gradients, convert_gradients, look, watch_copies, with_other_values
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
 
@@ -261,9 +261,7 @@ class MasterWeights:
             cleared = [pair for pair in self._pairs if stays or pair.copy is None]
             holders += [pair.holder for pair in cleared]
             holders += [pair.parameter for pair in cleared if pair.twin is not None]
-        for holder in holders:
-            if holder is not None and holder.grad is not None:
-                holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        clear_gradients(holders, set_to_none)
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """A parameter was loaded, and may be another object now: its copy starts again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch.autograd.graph import increment_version
 
 from roundpipe.core.together import Together, copy_all
@@ -84,6 +85,13 @@ def stage_all(pairs: Iterable[ParameterPair]) -> None:
             banks.stage(copy, together)
     for banks, copy in staged:
         banks.has_staged(copy)
+
+
+def clear_gradients(holders: Iterable[torch.Tensor | None], set_to_none: bool) -> None:
+    """As ``zero_grad`` does."""
+    for holder in holders:
+        if holder is not None and holder.grad is not None:
+            holder.grad = None if set_to_none else holder.grad.detach().zero_()
 
 
 def take_gradients(pairs: Iterable[ParameterPair], *, late: bool = False) -> None:
