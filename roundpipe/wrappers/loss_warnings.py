@@ -84,6 +84,20 @@ _OF_LOSS_FN: dict[Verdict | Mixing, str] = {
     ),
 }
 """By what autograd's graph shows of a loss that ``loss_fn`` computes."""
+_OF_WEIGHTS: dict[Verdict | Mixing, str] = {
+    **_OF_LOSS_FN,
+    "not by samples": (
+        "but no weight is what its loss is divided by, up to a factor: loss and gradients differ from those of the "
+        "whole batch. The second of the two that loss_fn returns is a weight, such as mask.sum() or "
+        "(label != {ignored}).sum(). An accuracy, or another number to log, is none: append it to a list, and return "
+        "the loss alone"
+    ),
+    "sum": (
+        "but loss_fn gives sums, which nothing divides, so that each counts for its weight times too much. Divide the "
+        "loss by the weight in loss_fn; or return the loss alone, with loss_reduction='sum'"
+    ),
+}
+"""The same, where weights came beside the losses."""
 _ADDED = (
     "but each is a mean, or made of means: these and their gradients are {number} times those of the whole batch. "
     "loss_reduction='mean' makes one mean of them, loss_reduction='sum' says that the sum is meant"
@@ -187,8 +201,7 @@ class LossWarnings:
             find_mixing: tells how the loss mixes samples, as far as its graph does.
             find_reason: tells why it has no graph, if it has none.
         """
-        is_told = any(each.has_given or each.own is not None for each in weights)
-        if self._has_warned or is_told or len(labels) == 1:
+        if self._has_warned or any(each.own is not None for each in weights) or len(labels) == 1:
             return
         mixing, is_counted = find_mixing(), any(each.is_counted for each in weights)
         if is_counted and mixing is None:
@@ -198,8 +211,10 @@ class LossWarnings:
             warn(f"the loss that {self._name} computes itself {_PRODUCT.format(number=len(labels))}")
             return
         verdicts = by_samples(weights) if mixing in (None, "differs") else [mixing]
-        text = next((text for verdict, text in _OF_LOSS_FN.items() if verdict in verdicts), None)
-        if text is None and "unknown" in verdicts and _have_other_targets(labels):
+        has_weights = any(each.has_given for each in weights) or is_counted and mixing == "sum"
+        texts = _OF_WEIGHTS if has_weights else _OF_LOSS_FN
+        text = next((text for verdict, text in texts.items() if verdict in verdicts), None)
+        if text is None and "unknown" in verdicts and not has_weights and _have_other_targets(labels):
             text = _OF_LABELS
         if text is None and mixing == "differs":
             text = _OF_NUMBERS
@@ -207,8 +222,9 @@ class LossWarnings:
             self._has_warned = True
             reason = find_reason() if text in (_OF_LABELS, _OF_LOSS_FN["not by samples"]) else ""
             more = f". Its graph would tell that by itself, but there is none: {reason}" if reason else ""
+            by = "the weights beside them" if has_weights else "their samples"
             warn(
-                f"loss_reduction='mean' averaged the losses of the {len(labels)} microbatches by their samples, "
+                f"loss_reduction='mean' averaged the losses of the {len(labels)} microbatches by {by}, "
                 f"{text.format(ignored=IGNORED)}{more}"
             )
 
@@ -227,7 +243,7 @@ IGNORED = -100
 
 def by_samples(weights: Sequence[LossWeights]) -> list[Verdict]:
     """Whether losses that were averaged by samples are those of the batch, each kind of answer once."""
-    microbatches = [each for weight in weights for each in weight.terms_by_samples]
+    microbatches = [each for weight in weights for each in weight.averaged_terms]
     shares = [share for share, _ in microbatches]
     losses = zip(*(terms for _, terms in microbatches), strict=False)
     return list(dict.fromkeys(verdict(each, shares) for each in losses)) or ["unknown"]

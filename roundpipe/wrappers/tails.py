@@ -241,11 +241,11 @@ class TailSource:
         assert isinstance(last, Layer) and isinstance(exit, OutputExit)
         counted, mixing, whole, rowless = None, None, _whole(call.labels), call.chain.without_samples
         if call.weighs_terms:
-            mixing = _mixing(traced, call, examples)
+            is_sum = are_sums(traced, call.chain.own_losses, whole, rowless)
+            mixing = _mixing(traced, call, examples) or ("sum" if is_sum else None)
             counted = count_losses(traced, call.chain.own_losses, whole, rowless)
             if counted is None and mixing is None:
-                is_sum = are_sums(traced, call.chain.own_losses, whole, rowless)
-                mixing = "sum" if is_sum else self._numbers(call, examples)
+                mixing = self._numbers(call, examples)
         if call.total_microbatches > 1:
             note_kept_rows(traced, whole, rowless)
         tail = JoinedTail(last, exit, traced)

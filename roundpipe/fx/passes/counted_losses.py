@@ -106,9 +106,7 @@ def mixing_of_losses(
     with_samples = [node for node, path in places.items() if path in samples]
     outputs = [node for node, (argument, *_) in places.items() if argument.key == OUTPUTS]
     own = {node: of_model[places[node][1:]] for node in outputs if places[node][1:] in of_model}
-    result = loss.output
-    losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
-    nodes = _scalars(loss, losses) or ()
+    nodes = _scalars(loss, _without_weights(loss.output)) or ()
     if has_state(nodes):
         return "has state"
     over_samples = [node for node in outputs if rowless.get(places[node][1:])]
@@ -140,7 +138,7 @@ def are_sums(
     ``own``, ``whole``, ``rowless``: see `count_losses`.
     """
     of_label, given = _of_label(loss, rowless), {node: _term_of(each) for node, each in _own_by_node(loss, own).items()}
-    nodes, sums = _scalars(loss, loss.output) or (), _sums(loss, whole, rowless)
+    nodes, sums = _scalars(loss, _without_weights(loss.output)) or (), _sums(loss, whole, rowless)
     found = [combination(loss, node, of_label, given, sums) for node in nodes]
     return bool(found) and all(
         each is not None and not each.has_mean and any(term.count is None for term in each.terms.values())
@@ -260,6 +258,11 @@ def _weigh(
     for node, each in kept.items():
         weigh(loss, node, each, names, is_kept=True)
     return {names[node]: term for node, term in terms.items()}
+
+
+def _without_weights(result: Any) -> Any:
+    """The losses of what a function has returned, which may have weights beside them."""
+    return result[0] if isinstance(result, tuple) and len(result) == 2 else result
 
 
 def _scalars(loss: TracedGraph, losses: Any) -> list[Node] | None:

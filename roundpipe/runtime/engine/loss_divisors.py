@@ -21,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from roundpipe.core import trees
 
 Verdict = Literal["right", "compares samples", "not by samples", "not linear", "sum", "unknown"]
-"""Of losses that were averaged by samples: whether that is the loss of the batch, and if not, why."""
+"""Of losses that were averaged by samples, or by weights: whether that is the loss of the batch, and if not, why."""
 
 _PASSING = frozenset("ToCopy Clone Alias Squeeze Unsqueeze View UnsafeView ReshapeAlias Neg".split())
 _BENT = frozenset(
@@ -76,7 +76,7 @@ def terms_of(loss: torch.Tensor, ends: frozenset[Node] = frozenset()) -> list[Lo
 
 
 def verdict(microbatches: Sequence[Sequence[LossPart]], shares: Sequence[float]) -> Verdict:
-    """Whether losses with these terms, averaged by shares of samples, are that of the batch."""
+    """Whether losses with these terms, averaged by shares of samples, or by weights, are that of the batch."""
     if len({len(terms) for terms in microbatches}) > 1:
         return "unknown"
     each = [_of_term(terms, shares) for terms in zip(*microbatches, strict=True)]
@@ -103,7 +103,8 @@ def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
     def are_equal(numbers: Sequence[float]) -> bool:
         return all(math.isclose(each, numbers[0], rel_tol=tolerance) for each in numbers)
 
-    is_even = are_equal([divisor / share for divisor, share in zip(divisors, shares, strict=True)])
+    pairs = [(divisor, share) for divisor, share in zip(divisors, shares, strict=True) if divisor or share]
+    is_even = all(map(math.prod, pairs)) and are_equal([divisor / share for divisor, share in pairs])
     if kinds == {"unknown"}:  # a loss of the model's own may be a sum, or a mean with a factor
         return "unknown" if is_even or are_equal(divisors) else "not by samples"
     return "right" if is_even else "not by samples"

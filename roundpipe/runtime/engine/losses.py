@@ -163,7 +163,7 @@ class LossWeights:
         """Of the call, how many elements the loss is a mean over; None: it is no such mean of the model's own."""
         self.reference = None if mean is None else mean.reference
         self._terms: dict[int, tuple[float, list[list[LossPart]]]] = {}
-        """By microbatch whose losses count by its samples, its share of these, and the terms of each loss."""
+        """By microbatch, what its losses count for, a share of the samples or a weight, and the terms of each loss."""
         self.added_terms: list[LossPart] = []
         """Of a microbatch whose losses are added up as they are, the terms of these."""
 
@@ -213,14 +213,14 @@ class LossWeights:
             if self._has_given is (weight is None):
                 raise LossError(GIVEN_SOMETIMES)
             if weight is None:
-                factor = own_mean.shares[microbatch] if own_mean is not None else _share(mean, microbatch)
-                if own_mean is None and mean.total_microbatches > 1:
-                    self._terms[microbatch] = factor, [terms_of(loss, ends) for loss in losses.tensors]
+                factor = counts_for = own_mean.shares[microbatch] if own_mean is not None else _share(mean, microbatch)
             else:
                 self.total += weight
                 if self.reference is None and weight:
                     self.reference = weight * mean.total_microbatches
-                factor = weight / self.reference if self.reference else 0.0
+                factor, counts_for = weight / self.reference if self.reference else 0.0, weight
+            if own_mean is None and mean.total_microbatches > 1:
+                self._terms[microbatch] = counts_for, [terms_of(loss, ends) for loss in losses.tensors]
         if factor == 0:  # such a loss may be no number: a mean over no tokens
             losses.values = [torch.zeros_like(loss) for loss in losses.tensors]
             losses.tensors = []
@@ -233,8 +233,8 @@ class LossWeights:
         return self._counted is not None or self.own_total is not None
 
     @property
-    def terms_by_samples(self) -> list[tuple[float, list[list[LossPart]]]]:
-        """Of each microbatch whose losses count by its samples, its share of these, and the terms of each loss."""
+    def averaged_terms(self) -> list[tuple[float, list[list[LossPart]]]]:
+        """Of each microbatch, what its losses count for, a share of the samples or a weight, and their terms."""
         return [self._terms[microbatch] for microbatch in sorted(self._terms)]
 
     @property
