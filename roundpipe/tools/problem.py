@@ -25,7 +25,7 @@ from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.optimizer_side import ExpectedOptimizer, OptimizerName
 from roundpipe.tools.target import Target
-from roundpipe.wrappers.calls import memory_of
+from roundpipe.wrappers.calls_in_tiles import memory_of
 from roundpipe.wrappers.tails import TailSource
 
 _CPU = torch.device("cpu")

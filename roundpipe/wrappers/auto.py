@@ -36,8 +36,9 @@ from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
-from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.session import Program, Runner, Session
 from roundpipe.wrappers.traced_parts import TracedPart
+from roundpipe.wrappers.training_arguments import TrainingCall
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import GradientNote, LossError, RaisedIn
 from roundpipe.runtime.config import RoundPipeRunConfig, microbatch_count
 from roundpipe.runtime.engine.losses import WEIGHTS_UNKNOWN, read_losses
-from roundpipe.wrappers.session import Session, TrainingCall
+from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.training_arguments import TrainingCall
 
 
 def train_on_batch(

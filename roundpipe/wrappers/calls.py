@@ -18,14 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import DeviceMemoryError, GradientNote, OnlyWholeError, RaisedIn
-from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
-from roundpipe.core.tiling import Tiles
-from roundpipe.fx.passes.memory import Loss, measure_memory
-from roundpipe.fx.passes.tiles import add_tiles
+from roundpipe.core.layers import ChainSource, LayerChain
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
@@ -35,6 +31,7 @@ from roundpipe.runtime.microbatch.split import EarlierCalls, batch_size, split
 from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.batch_warnings import BatchWarnings
+from roundpipe.wrappers.calls_in_tiles import add_tiles_for, memory_of
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.hook_warnings import HookWarnings
@@ -44,10 +41,11 @@ from roundpipe.wrappers.losses_by_pieces import LossesByPieces
 from roundpipe.wrappers.other_cuts import cut_to_fit
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
-from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.session import Program, Runner, Session
 from roundpipe.wrappers.tails import TailSource, kind_of_sum
 from roundpipe.wrappers.term_counts import added_outputs, count_loss, count_outputs, layout_of
-from roundpipe.wrappers.variants import JointChain, JointChains, chains_of
+from roundpipe.wrappers.training_arguments import TrainingCall
+from roundpipe.wrappers.variants import JointChains, chains_of
 
 
 @dataclass(eq=False)
@@ -78,7 +76,7 @@ class ChainRunner(Runner):
         self._losses, self._earlier = LossesByPieces(self.model), EarlierCalls()
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
-        self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
+        self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, add_tiles_for)
 
     @property
     def trace_count(self) -> int:
@@ -357,27 +355,6 @@ class ChainRunner(Runner):
         self.source, calls = cut_to_fit(self.source, calls, self.builder.plans, self.builder.has_plan, calls_by)
         self.last_chain = self._known_chain = calls[-1].chain
         return calls, options
-
-
-def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
-    """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
-    chain = call.chain
-    if isinstance(chain, JointChain):
-        own = {number: memory_of(device, each, tiles) for number, each in chain.calls(call).items()}
-        known = {number: costs for number, costs in own.items() if costs is not None}
-        return chain.joint_costs(known) if len(known) == len(own) else None
-    args, kwargs, label = call.largest()
-    with garbage_kept(), microbatch_count(call.total_microbatches):
-        tail = call.tail if tiles.tail > 1 else None
-        loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
-        return measure_memory(chain, args, kwargs, loss, device, tiles)
-
-
-def _add_tiles(call: Call) -> None:
-    """Let a call's layers run in tiles, whatever the sizes of its microbatches."""
-    for each in call.chain.calls(call).values() if isinstance(call.chain, JointChain) else (call,):
-        for args, kwargs in zip(each.args, each.kwargs, strict=True):
-            add_tiles(each.chain, args, kwargs, call.tiles)
 
 
 @dataclass(slots=True)

@@ -26,8 +26,9 @@ from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.wrappers.host_gradients import HostGradients, reaches
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import CallSnapshot
-from roundpipe.wrappers.session import Session, TrainingCall
+from roundpipe.wrappers.session import Session
 from roundpipe.wrappers.tails import samples_of
+from roundpipe.wrappers.training_arguments import TrainingCall
 from roundpipe.wrappers.whole_warnings import warn_of_loss
 
 NOT_OF_PIECES = (RoundPipeError, MemoryError, *OUT_OF_MEMORY)

@@ -28,8 +28,8 @@ from roundpipe.wrappers.given import given_microbatches
 from roundpipe.wrappers.model_reports import ModelReports
 from roundpipe.wrappers.model_view import ForwardOfModel, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
-from roundpipe.wrappers.session import Program, Session, TrainingCall
-from roundpipe.wrappers.training_arguments import check_training_call, pass_outputs, with_loss_options
+from roundpipe.wrappers.session import Program, Session
+from roundpipe.wrappers.training_arguments import TrainingCall, check_training_call, pass_outputs, with_loss_options
 
 
 class RoundPipe(ModelReports):

@@ -36,19 +36,19 @@ from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.ranks.group import ProcessGroupLike
-from roundpipe.runtime.ranks.turns import CallShare, Ranks
+from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.gradient_counts import GradientCounts
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
 from roundpipe.wrappers.background_writer import BackgroundWriter
 from roundpipe.wrappers.run_log import RunLog
 from roundpipe.wrappers.streamed import StreamedModel
+from roundpipe.wrappers.training_arguments import TrainingCall
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class Session:
         self._streamed: StreamedModel | None = None
         """For the model's own code on a device, until the next call of a layer."""
         self._is_streaming = False
+        for other in list(_OPEN):  # before the script gives other objects the names that a step_fn reads
+            other.optimizer.wait_update("compile()")
         _OPEN.add(self)
 
     def check_open(self) -> None:
@@ -342,26 +344,6 @@ def _release_all() -> None:
                 logger.error("%s: the last round or update failed", session.name, exc_info=error)
             except BaseException:
                 continue
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingCall:
-    """The arguments of a `RoundPipe.forward_backward`, or of a `RoundPipe.forward_loss`, which has no backward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    label: Any
-    loss_fn: LossFunction
-    return_outputs: bool
-    options: RoundPipeRunConfig
-    has_backward: bool = True
-    share: CallShare | None = None
-    """With other ranks, and a loss that is a mean over the batches of all: what this one counts for."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Whose losses make up one mean."""
-        return 1 if self.share is None else self.share.num_ranks
 
 
 class Runner(ABC):

@@ -1,8 +1,8 @@
-"""Arguments of calls that train."""
+"""A call that trains: its arguments, and what is said of those that can't be meant."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,28 @@ import torch
 from roundpipe.core.checks import check_flag, check_keywords, check_type, positional
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
+from roundpipe.runtime.engine.spec import LossFunction
+from roundpipe.runtime.ranks.turns import CallShare
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCall:
+    """The arguments of a `RoundPipe.forward_backward`, or of a `RoundPipe.forward_loss`, which has no backward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    label: Any
+    loss_fn: LossFunction
+    return_outputs: bool
+    options: RoundPipeRunConfig
+    has_backward: bool = True
+    share: CallShare | None = None
+    """With other ranks, and a loss that is a mean over the batches of all: what this one counts for."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Whose losses make up one mean."""
+        return 1 if self.share is None else self.share.num_ranks
 
 
 def pass_outputs(outputs: Any, labels: Any) -> Any:

@@ -4,6 +4,7 @@ import copy
 import gc
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -54,6 +55,19 @@ def test_backward_after_close_says_so():
         output = piped(batch())
     with pytest.raises(ClosedError):
         output.sum().backward()
+
+
+def test_another_compile_waits_for_the_update_that_is_not_over():
+    held, names = threading.Event(), {"optimizer": "the first"}
+    seen = []
+    with roundpipe.RoundPipe(mlp()) as first:
+        train_once(first)
+        handle = first.step(lambda: (held.wait(), seen.append(names["optimizer"])))
+        threading.Timer(0.5, held.set).start()
+        with roundpipe.RoundPipe(mlp()):
+            names["optimizer"] = "the second"
+            assert handle.done()
+    assert seen == ["the first"], "a notebook's cells may give its names to the next model's objects"
 
 
 def wait_for_end(is_over, seconds=5.0):
