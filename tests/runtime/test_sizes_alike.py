@@ -10,7 +10,7 @@ import roundpipe
 from roundpipe.core.layers import CarriedValue, LayerCost
 from roundpipe.runtime.engine import plan_choice
 from roundpipe.runtime.engine.chain_record import ChainRecord, somewhat_larger
-from roundpipe.wrappers import calls, recovery
+from roundpipe.wrappers import calls_in_tiles, recovery
 from tests.fx.test_memory import Block, cross_entropy
 
 BUDGET_BYTES = 3 * 2**20
@@ -73,9 +73,11 @@ def test_losses_are_those_of_any_plan():
 
 def test_ever_longer_batches_are_computed(monkeypatch):
     """Attention takes more than what follows from shorter ones."""
-    computed, measure = [], calls.measure_memory
+    computed, measure = [], calls_in_tiles.measure_memory
     monkeypatch.setattr(recovery, "shrink", None)  # nothing runs out of memory
-    monkeypatch.setattr(calls, "measure_memory", lambda *args: computed.append(args[1][0].numel()) or measure(*args))
+    monkeypatch.setattr(
+        calls_in_tiles, "measure_memory", lambda *args: computed.append(args[1][0].numel()) or measure(*args)
+    )
     lengths = [8 + 6 * step for step in range(12)]
     with compiled(num_microbatch=2) as piped:
         for length in lengths:

@@ -12,7 +12,7 @@ import roundpipe
 from roundpipe import Device, RoundPipeRunConfig
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED
-from roundpipe.wrappers import calls, recovery
+from roundpipe.wrappers import calls_in_tiles, recovery
 from tests.runtime.models import assert_same, gradients
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 512, 8, 64, 4
@@ -118,8 +118,8 @@ def test_budgets(share, eager, untiled_peak):
 )
 def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak, monkeypatch):
     """Where layers take so much more than was predicted that a plan without tiles is tried: eager's numbers."""
-    real, shrink, needs = calls.measure_memory, recovery.shrink, []
-    monkeypatch.setattr(calls, "measure_memory", lambda *args: [cost.scaled(0.1) for cost in real(*args)])
+    real, shrink, needs = calls_in_tiles.measure_memory, recovery.shrink, []
+    monkeypatch.setattr(calls_in_tiles, "measure_memory", lambda *args: [cost.scaled(0.1) for cost in real(*args)])
     model, budget = decoder(), int(share * untiled_peak)
 
     def noted(plans, call, plan):
@@ -159,12 +159,12 @@ def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog
 
 def test_out_of_memory_with_the_smallest_stages_leads_to_tiles(eager, untiled_peak, monkeypatch, caplog):
     """Where a prediction was too low by far."""
-    real = calls.measure_memory
+    real = calls_in_tiles.measure_memory
 
     def measure_memory(*args):
         return [cost if args[-1] != UNTILED else cost.scaled(0.2) for cost in real(*args)]
 
-    monkeypatch.setattr(calls, "measure_memory", measure_memory)
+    monkeypatch.setattr(calls_in_tiles, "measure_memory", measure_memory)
     model = decoder()
     with caplog.at_level(logging.WARNING, "roundpipe"):
         loss, peak, tiles = run(model, untiled_peak // 2)

@@ -18,7 +18,7 @@ from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import cost_model
 from roundpipe.runtime.engine.pace import InFlight
 from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
-from roundpipe.wrappers import calls
+from roundpipe.wrappers import calls_in_tiles
 from tests.fx.test_memory import Block, cross_entropy
 from tests.repeats import repeats
 
@@ -34,14 +34,14 @@ def decoder() -> nn.Module:
 
 def seed_prediction(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Let every layer's memory be computed wrong."""
-    right = calls.measure_memory
+    right = calls_in_tiles.measure_memory
 
     def wrong(*args: Any, **options: Any) -> list[LayerCost]:
         costs = right(*args, **options)
         assert costs is not None
         return [change(cost) for cost in costs]
 
-    monkeypatch.setattr(calls, "measure_memory", wrong)
+    monkeypatch.setattr(calls_in_tiles, "measure_memory", wrong)
 
 
 @pytest.fixture
