@@ -34,6 +34,7 @@ RIGHT = {
     "targets": lambda logits, label: (F.cross_entropy(logits, label), count(label)),
     "targets, doubled": lambda logits, label: (F.cross_entropy(logits, label), 2.0 * count(label).item()),
     "samples": lambda logits, label: (logits.pow(2).mean(), len(label)),
+    "a microbatch without targets": lambda logits, label: (masked(logits, label), count(label)),
     "a quotient": lambda logits, label: (masked(logits, label), count(label)),
     "for each": lambda logits, label: (
         [F.cross_entropy(logits, label), logits.pow(2).mean()],
@@ -63,22 +64,23 @@ WRONG = {
 }
 
 
-def train(loss_fn):
+def train(loss_fn, label=LABEL):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     args = (torch.randn(16, 8),)
-    plain = loss_fn(model(*args), LABEL)[0]
+    plain = loss_fn(model(*args), label)[0]
     with roundpipe.compile(model, devices=["cpu"]) as compiled, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            loss = compiled.forward_backward(args, label=LABEL, loss_fn=loss_fn, run_config=RUN, loss_reduction="mean")
+            loss = compiled.forward_backward(args, label=label, loss_fn=loss_fn, run_config=RUN, loss_reduction="mean")
             compiled.zero_grad()
     return loss, plain, [str(each.message) for each in caught if "averaged the losses" in str(each.message)]
 
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_weight_that_the_loss_is_divided_by_gives_the_mean_of_the_batch(case):
-    loss, plain, told = train(RIGHT[case])
+    label = LABEL.index_fill(0, torch.arange(4), -100) if case == "a microbatch without targets" else LABEL
+    loss, plain, told = train(RIGHT[case], label)
     torch.testing.assert_close(loss, plain)
     assert not told
 

@@ -103,8 +103,8 @@ def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
     def are_equal(numbers: Sequence[float]) -> bool:
         return all(math.isclose(each, numbers[0], rel_tol=tolerance) for each in numbers)
 
-    pairs = [(divisor, share) for divisor, share in zip(divisors, shares, strict=True) if divisor or share]
-    is_even = all(map(math.prod, pairs)) and are_equal([divisor / share for divisor, share in pairs])
+    counting = [(divisor, share) for divisor, share in zip(divisors, shares, strict=True) if share]
+    is_even = are_equal([divisor / share for divisor, share in counting]) if counting else not any(divisors)
     if kinds == {"unknown"}:  # a loss of the model's own may be a sum, or a mean with a factor
         return "unknown" if is_even or are_equal(divisors) else "not by samples"
     return "right" if is_even else "not by samples"
