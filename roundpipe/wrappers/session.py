@@ -42,7 +42,8 @@ from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.ranks.group import ProcessGroupLike
-from roundpipe.runtime.ranks.turns import CallShare, Ranks
+from roundpipe.runtime.ranks.other_wrappers import refuse_averaging_around
+from roundpipe.runtime.ranks.turns import CallShare, connected
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.gradient_counts import GradientCounts
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
@@ -103,9 +104,7 @@ class Session:
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
         options, board = (optim_dtype, widens_half, shard_optimizer), self.gates.board
-        self.ranks = None
-        if process_group is not None:
-            self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
+        self.ranks = connected(process_group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates, has_attention=has_attention(model))
         inventory = self.inventory = kept(model)
@@ -185,6 +184,7 @@ class Session:
         """Raise if arguments are options of ours, or code asks for what only the caller's thread knows: identities of
         arguments, the inference mode.
         """
+        refuse_averaging_around(self.name)
         first: Any = self.model
         while type(first).forward is nn.Sequential.forward and len(first):  # which hands all arguments on
             first = first[0]

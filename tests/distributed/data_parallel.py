@@ -273,6 +273,19 @@ def misuse() -> list[str]:
     return messages
 
 
+def other_averages() -> list[str]:
+    """The errors where torch's own wrapper is around the model, or the library's is around that."""
+    messages: list[str] = []
+    model, x = make_model(), torch.ones(2, WIDTH, dtype=torch.float64)
+    parallel = nn.parallel.DistributedDataParallel
+    note_error(messages, ConfigError, lambda: RoundPipe(nn.Sequential(parallel(model)), devices=["cpu"]))
+    with RoundPipe(model, devices=["cpu"], name="around") as pipe:
+        around = parallel(pipe)
+        note_error(messages, ConfigError, lambda: around(x))
+        pipe(x)
+    return messages
+
+
 if __name__ == "__main__":  # under torchrun, with the backend of the user's group: gloo, or nccl with a GPU per rank
     if sys.argv[1] == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

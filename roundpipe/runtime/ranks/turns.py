@@ -29,6 +29,7 @@ from torch import nn
 
 from roundpipe.core.errors import LossError, RankError, RoundPipeError, said
 from roundpipe.runtime.ranks.group import ProcessGroupLike, RankGroup
+from roundpipe.runtime.ranks.other_wrappers import refuse_averaging_inside
 from roundpipe.runtime.threads import Board, TaskThread
 from roundpipe.runtime.weights.shard import Shard
 
@@ -319,3 +320,16 @@ class Ranks:
             return  # the thread is a daemon; the connection ends with the process
         self._thread.close()
         self._group.close()
+
+
+def connected(
+    process_group: ProcessGroupLike | None,
+    model: nn.Module,
+    name: str,
+    options: Sequence[Any],
+    board: Board,
+    shards: bool,
+) -> Ranks | None:
+    """The ranks of a model; None: this process trains it alone, and nothing else averages its gradients either."""
+    refuse_averaging_inside(model)
+    return None if process_group is None else Ranks(process_group, model, name, options, board, shards)
