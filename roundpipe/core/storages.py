@@ -68,7 +68,8 @@ def _held_by(tensor: Any) -> list[torch.Tensor]:
     if (state := quant_state_of(tensor)) is not None:
         return [tensor, *(part for _, _, part in _places_in(state))]
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    held = (getattr(tensor, name) for name in names)
+    return [each for each in held if isinstance(each, torch.Tensor)]  # a DTensor also names its mesh
 
 
 def _places_in(state: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:

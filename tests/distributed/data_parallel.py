@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
@@ -283,6 +284,8 @@ def other_averages() -> list[str]:
         around = parallel(pipe)
         note_error(messages, ConfigError, lambda: around(x))
         pipe(x)
+    fully_shard(model)
+    note_error(messages, ConfigError, lambda: RoundPipe(model, devices=["cpu"]))
     return messages
 
 

@@ -103,9 +103,10 @@ def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
 
 
 def test_what_torch_would_average_is_refused(two: Ranks) -> None:
-    for inside, around in two.run(other_averages):
+    for inside, around, sharded in two.run(other_averages):
         assert "its module 0 is a DistributedDataParallel, whose backward never runs" in inside
         assert "around is inside a DistributedDataParallel" in around and "process_group='world'" in around
+        assert ".weight is a DTensor, of which each rank has a part" in sharded
 
 
 def test_what_is_no_group_is_refused() -> None:

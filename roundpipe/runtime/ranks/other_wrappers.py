@@ -1,10 +1,12 @@
-"""Refuses models whose gradients torch's own data parallelism would average: it does so in a backward of its own.
+"""Refuses models that torch's own parallelism averages gradients of, or spreads over ranks.
 
-A wrapped model's gradients come to its parameters without one, so that each rank would train alone, without a word.
+It averages in a backward of its own. A wrapped model's gradients come to its parameters without one, so that each rank
+would train alone, without a word.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -20,8 +22,16 @@ _INSTEAD = (
 )
 
 
-def refuse_averaging_inside(model: nn.Module) -> None:
-    """Raise if a model, or a module of it, is a `DistributedDataParallel` of several ranks."""
+def refuse_parallelism_inside(model: nn.Module) -> None:
+    """Raise if a model, or a module of it, is a `DistributedDataParallel` of several ranks, or has parts of weights."""
+    imported: Any = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    for name, parameter in model.named_parameters() if imported is not None else ():
+        if isinstance(parameter, imported.DTensor):
+            raise ConfigError(
+                f"{name} is a DTensor, of which each rank has a part, as fully_shard and parallelize_module make them; "
+                "weights are streamed whole. Wrap the model without these: devices hold a few layers at a time, and "
+                "process_group='world' with shard_optimizer=True spreads the optimizer's states over ranks"
+            )
     for name, module in model.named_modules():
         if _averages(module):
             place = f"its module {name} is" if name else "it is"

@@ -29,7 +29,7 @@ from torch import nn
 
 from roundpipe.core.errors import LossError, RankError, RoundPipeError, said
 from roundpipe.runtime.ranks.group import ProcessGroupLike, RankGroup
-from roundpipe.runtime.ranks.other_wrappers import refuse_averaging_inside
+from roundpipe.runtime.ranks.other_wrappers import refuse_parallelism_inside
 from roundpipe.runtime.threads import Board, TaskThread
 from roundpipe.runtime.weights.shard import Shard
 
@@ -331,5 +331,5 @@ def connected(
     shards: bool,
 ) -> Ranks | None:
     """The ranks of a model; None: this process trains it alone, and nothing else averages its gradients either."""
-    refuse_averaging_inside(model)
+    refuse_parallelism_inside(model)
     return None if process_group is None else Ranks(process_group, model, name, options, board, shards)
