@@ -190,7 +190,7 @@ class Session:
             first = first[0]
         place = "model(..., roundpipe_run_config=RoundPipeRunConfig(...)), or forward_backward(run_config=...)"
         check_passed_on(first.forward, kwargs, OPTIONS, f"the forward of {type(self.model).__name__}", place)
-        tensors = trees.tensors((args, kwargs))
+        tensors = trees.checked_tensors((args, kwargs))
         has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
         for kind in self.inventory().kinds if has_same else ():
             if compares_arguments(kind):
