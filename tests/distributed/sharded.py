@@ -87,7 +87,8 @@ def train_with_checkpoint(
             assert pipe.load_checkpoint(folder, optimizer).step == steps[0]
 
         def update() -> None:
-            norms.append(roundpipe.clip_grad_norm_(pipe.parameters(), 0.3, norm_type))
+            clip = nn.utils.clip_grad_norm_ if len(norms) % 2 else roundpipe.clip_grad_norm_
+            norms.append(clip(pipe.parameters(), 0.3, norm_type))
             optimizer.step()
             optimizer.zero_grad()
 

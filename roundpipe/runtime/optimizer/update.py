@@ -253,6 +253,11 @@ class UpdateRunner:
             _RUNNING.reset(token)
             self._pairs = ()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether this rank has a part of each gradient."""
+        return self.ranks is not None and self.ranks.shard is not None
+
     def before_step(self, parameters: frozenset[int], *, has_closure: bool) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
         self._wrong.note_optimizer(parameters, has_closure=has_closure)
