@@ -175,6 +175,12 @@ def misuse() -> list[str]:
         note(ConfigError, lambda: pipe(x))
         note(ConfigError, lambda: pipe.step(torch.optim.Adafactor(pipe.optim_parameters()).step, is_async=False))
         call(pipe)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))  # or it knows no scale
+        note(ConfigError, lambda: pipe.step(lambda: scaler.step(optimizer), is_async=False))
+    with RoundPipe(make_model(), **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        call(pipe)
         pipe.step(optimizer.step)
         note(RankError, lambda: (call(pipe) if rank else None, pipe.synchronize()))
     with RoundPipe(make_model(), **options) as pipe:

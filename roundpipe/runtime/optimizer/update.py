@@ -264,6 +264,12 @@ class UpdateRunner:
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):
+                if self.has_shards:
+                    raise ConfigError(
+                        "torch.amp.GradScaler looks for overflows in this rank's part of the gradients alone, so that "
+                        f"with shard_optimizer=True {self._name} would be updated on some ranks and not on others; use "
+                        "roundpipe.GradScaler, which has the same methods"
+                    )
                 self._warnings.append(
                     "step_fn uses torch.amp.GradScaler. Its scale stays on the device that scaled the first loss, and "
                     "gradients on the host are unscaled before it has come from there; an asynchronous update also "
