@@ -68,7 +68,8 @@ def _held_by(tensor: Any) -> list[torch.Tensor]:
     if (state := quant_state_of(tensor)) is not None:
         return [tensor, *(part for _, _, part in _places_in(state))]
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    held = (getattr(tensor, name) for name in names)
+    return [each for each in held if isinstance(each, torch.Tensor)]  # a DTensor also names its mesh
 
 
 def _places_in(state: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
@@ -104,11 +105,21 @@ def rebuilt(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
     return cast(torch.Tensor, made)
 
 
+_OWN = "_roundpipe_own"
+"""An attribute of tensors that `unshare` has made."""
+
+
 def unshare(tensor: torch.Tensor) -> None:
-    """Give a packed parameter objects of its own for its tensors, of which several may share one: a table of codes."""
+    """Give a packed parameter objects of its own for its tensors, of which several may share one: a table of codes.
+
+    Once they are its own, they stay the same objects, which graphs go by.
+    """
     if (state := quant_state_of(tensor)) is not None:
         for owner, name, part in list(_places_in(state)):
-            setattr(owner, name, part.detach())
+            if _OWN not in part.__dict__:
+                own = part.detach()
+                own.__dict__[_OWN] = True
+                setattr(owner, name, own)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

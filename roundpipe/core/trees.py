@@ -22,6 +22,8 @@ import torch.utils._pytree as torch_pytree
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from roundpipe.core.errors import ConfigError
+
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, range,
     torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module,
@@ -126,6 +128,72 @@ def _gather(value: Any, result: list[torch.Tensor], depth: int) -> None:
                 result.append(child)
             else:
                 _gather(child, result, depth + 1)
+
+
+def checked_tensors(arguments: Any) -> list[torch.Tensor]:
+    """The tensors in positional and keyword arguments.
+
+    Raises:
+        ConfigError: some lie too deep to be found, or what is there refers to itself in too many ways.
+    """
+    refuse_endless("the arguments have", arguments, refuses_deep=True)
+    return tensors(arguments)
+
+
+def refuse_endless(what: str, value: Any, *, refuses_deep: bool = False) -> None:
+    """Raise if a structure is found again on so many ways that walking it has no end."""
+    count = _LeafCount(refuses_deep)
+    if count.leaves(value, 0) > max(MAX_REPEATED, 10 * count.num_distinct):
+        raise ConfigError(f"{what} objects that refer to each other in more ways than can be walked; {_FLAT}")
+
+
+MAX_REPEATED = 20_000
+"""Leaves that a structure may have, those found on several ways counted for each."""
+_FLAT = "give tensors, or lists and dicts of them, without references back such as those of nodes to their parents"
+
+
+class _LeafCount:
+    """Counts leaves on all ways, and looks at each container once for each depth at which it lies."""
+
+    def __init__(self, refuses_deep: bool) -> None:
+        self._refuses_deep = refuses_deep
+        self.num_distinct = 0
+        self._known: dict[tuple[int, int], tuple[Any, int]] = {}
+        """Leaves below, with the container, whose identity stays its own while it is kept."""
+        self._seen: set[int] = set()
+
+    def leaves(self, value: Any, depth: int) -> int:
+        if isinstance(value, (torch.Tensor, *ATOMS)):
+            return 1
+        key = id(value), depth
+        if key not in self._known:
+            below = children(value)
+            if below and depth == MAX_DEPTH:
+                if self._refuses_deep and _reaches_tensor(value):
+                    raise ConfigError(
+                        f"a tensor of the arguments lies in {depth - 1} or more containers inside each other, or in an "
+                        f"object that refers back to itself, and is not found there; {_FLAT}"
+                    )
+                below = None
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.num_distinct += len(below or ())
+            self._known[key] = value, sum(self.leaves(child, depth + 1) for _, child in below) if below else 1
+        return self._known[key][1]
+
+
+def _reaches_tensor(value: Any) -> bool:
+    """Whether a tensor lies anywhere below, however deep."""
+    seen: dict[int, Any] = {}
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, torch.Tensor):
+            return True
+        if id(one) not in seen and not isinstance(one, ATOMS):
+            seen[id(one)] = one
+            pending += [child for _, child in children(one) or ()]
+    return False
 
 
 def holds_any(value: Any, objects: list[Any], depth: int = 0) -> bool:

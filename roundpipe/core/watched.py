@@ -93,6 +93,13 @@ def unwatch(parameters: Iterable[Any]) -> None:
             each.__dict__.pop("_before_look", None)
 
 
+def carry_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
+    """Give what stands for a parameter the attributes that code has put onto it, and no others."""
+    other.__dict__.clear()
+    other.__dict__.update(original.__dict__)
+    other.__dict__.pop("_before_look", None)
+
+
 def unnoticed() -> AbstractContextManager[Any]:
     """A context in which this thread's code has parameters, watched or not, as plain tensors: that is faster."""
     return torch._C.DisableTorchFunctionSubclass()

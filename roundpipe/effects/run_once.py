@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.attributes import stored_attribute
 from roundpipe.effects.bytecode import codes_of, names_in, words_in
-from roundpipe.effects.places import CONTAINERS, has_attributes, is_closed, is_library, view_of
+from roundpipe.effects.places import (
+    CONTAINER,
+    CONTAINERS,
+    has_attributes,
+    is_closed,
+    is_library,
+    same_contents,
+    view_of,
+)
 from roundpipe.effects.reach import MAX_DEPTH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import (
@@ -186,7 +195,10 @@ def differentiates_gradients(module: nn.Module) -> bool:
 
 
 class FirstCall:
-    """A part's module before its first call: attributes, buffers, and whatever Python its code reaches."""
+    """A part's module before its first call: attributes, buffers, and whatever Python its code reaches.
+
+    Also attributes of parameters and buffers, in which quantized weights have their scales.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = ModuleSnapshot(module.modules())
@@ -202,6 +214,10 @@ class FirstCall:
             for hidden, way in self._python.reach.hidden
             for name, buffer in hidden._buffers.items()
             if buffer is not None and not buffer.is_meta
+        ]
+        self._of_tensors = [
+            (name, tensor.__dict__, dict(tensor.__dict__))
+            for name, tensor in chain(module.named_parameters(), module.named_buffers())
         ]
 
     @property
@@ -221,6 +237,9 @@ class FirstCall:
         for buffer, before, words in self._buffers:
             if words and not torch.equal(buffer, before):
                 return words
+        for name, attributes, held in self._of_tensors:
+            if not same_contents(held, attributes):
+                return f"attributes of {name}"
         if any(trees.tensors(place.now()) for place in changed):
             return "what its hooks hold"
         return "a random generator of its own" if self._python.restore_generators() else None
@@ -230,5 +249,8 @@ class FirstCall:
         with torch.no_grad():
             for buffer, before, _ in self._buffers:
                 buffer.copy_(before)
+        for _, attributes, held in self._of_tensors:
+            if not same_contents(held, attributes):
+                CONTAINER.write(attributes, None, held)
         self._python.restore()
         self._python.restore_generators()

@@ -41,6 +41,7 @@ from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.ranks.group import ProcessGroupLike
+from roundpipe.runtime.ranks.other_wrappers import refuse_averaging_around, refuse_parallelism_inside
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.gradient_counts import GradientCounts
@@ -103,6 +104,7 @@ class Session:
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
         options, board = (optim_dtype, widens_half, shard_optimizer), self.gates.board
+        refuse_parallelism_inside(model)
         self.ranks = None
         if process_group is not None:
             self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
@@ -187,12 +189,13 @@ class Session:
         """Raise if arguments are options of ours, or code asks for what only the caller's thread knows: identities of
         arguments, the inference mode.
         """
+        refuse_averaging_around(self.name)
         first: Any = self.model
         while type(first).forward is nn.Sequential.forward and len(first):  # which hands all arguments on
             first = first[0]
         place = "model(..., roundpipe_run_config=RoundPipeRunConfig(...)), or forward_backward(run_config=...)"
         check_passed_on(first.forward, kwargs, OPTIONS, f"the forward of {type(self.model).__name__}", place)
-        tensors = trees.tensors((args, kwargs))
+        tensors = trees.checked_tensors((args, kwargs))
         has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
         for kind in self.inventory().kinds if has_same else ():
             if compares_arguments(kind):

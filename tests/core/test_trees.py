@@ -1,5 +1,7 @@
 """Nested values: every kind of container is walked, found in, mapped and rebuilt alike."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from types import SimpleNamespace
@@ -10,7 +12,9 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
+import roundpipe
 from roundpipe.core import trees
+from roundpipe.core.errors import ConfigError
 from roundpipe.core.trees import Access
 
 transformers_outputs = pytest.importorskip("transformers.modeling_outputs", reason="needs transformers")
@@ -195,3 +199,49 @@ def test_a_cache_of_transformers():
     assert type(doubled) is type(cache)
     assert [t.mean().item() for t in trees.tensors(doubled)] == [2.0, 0.0]
     assert [t.mean().item() for t in trees.tensors(cache)] == [1.0, 0.0]
+
+
+class Node:
+    def __init__(self, value: Any, parent: Node | None = None, children: int = 0) -> None:
+        self.value, self.parent = value, parent
+        self.children = [Node(value, self) for _ in range(children)]
+
+
+def nested(depth: int) -> Any:
+    value: Any = torch.ones(1)
+    for _ in range(depth):
+        value = (value, None)
+    return value
+
+
+def test_arguments_that_have_no_end_or_lie_too_deep_are_refused() -> None:
+    assert len(trees.checked_tensors(((nested(10),), {}))) == 1
+    with pytest.raises(ConfigError, match="11 or more containers inside each other"):
+        trees.checked_tensors(((nested(11),), {}))
+    with pytest.raises(ConfigError, match="refers back to itself"):
+        trees.checked_tensors(((Node(torch.ones(1), children=2),), {}))
+    with pytest.raises(ConfigError, match="in more ways than can be walked"):
+        trees.checked_tensors(((Node("word", children=50),), {}))
+    shared = [1.0] * 50_000
+    assert not trees.checked_tensors((([shared, shared], Node("word", children=2)), {}))
+
+
+def test_such_a_call_ends_with_an_error_before_anything_is_traced() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, root: Node | None = None) -> torch.Tensor:
+            return self.linear(x if root is None else root.value)
+
+    endless, x = Node("word", children=50), torch.randn(3, 4)
+    with roundpipe.compile(Encoder(), devices=["cpu"]) as piped:
+        for call in (
+            lambda: piped(x, endless),
+            lambda: piped(x, Node(x, children=2)),
+            lambda: piped.forward_backward((x,), label=endless, loss_fn=lambda outputs, _: outputs.sum()),
+        ):
+            with pytest.raises(ConfigError, match="without references back"):
+                call()
+        assert piped(x).shape == (3, 4)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
@@ -270,6 +271,21 @@ def misuse() -> list[str]:
         if not rank:
             pipe.step(lambda: None)
             note(RankError, pipe.synchronize)
+    return messages
+
+
+def other_averages() -> list[str]:
+    """The errors where torch's own wrapper is around the model, or the library's is around that."""
+    messages: list[str] = []
+    model, x = make_model(), torch.ones(2, WIDTH, dtype=torch.float64)
+    parallel = nn.parallel.DistributedDataParallel
+    note_error(messages, ConfigError, lambda: RoundPipe(nn.Sequential(parallel(model)), devices=["cpu"]))
+    with RoundPipe(model, devices=["cpu"], name="around") as pipe:
+        around = parallel(pipe)
+        note_error(messages, ConfigError, lambda: around(x))
+        pipe(x)
+    fully_shard(model)
+    note_error(messages, ConfigError, lambda: RoundPipe(model, devices=["cpu"]))
     return messages
 
 

@@ -87,7 +87,8 @@ def train_with_checkpoint(
             assert pipe.load_checkpoint(folder, optimizer).step == steps[0]
 
         def update() -> None:
-            norms.append(roundpipe.clip_grad_norm_(pipe.parameters(), 0.3, norm_type))
+            clip = nn.utils.clip_grad_norm_ if len(norms) % 2 else roundpipe.clip_grad_norm_
+            norms.append(clip(pipe.parameters(), 0.3, norm_type))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -173,6 +174,12 @@ def misuse() -> list[str]:
             next(iter(pipe.optim_parameters())).add_(1.0)
         note(ConfigError, lambda: pipe(x))
         note(ConfigError, lambda: pipe.step(torch.optim.Adafactor(pipe.optim_parameters()).step, is_async=False))
+        call(pipe)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))  # or it knows no scale
+        note(ConfigError, lambda: pipe.step(lambda: scaler.step(optimizer), is_async=False))
+    with RoundPipe(make_model(), **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
         call(pipe)
         pipe.step(optimizer.step)
         note(RankError, lambda: (call(pipe) if rank else None, pipe.synchronize()))

@@ -21,6 +21,7 @@ from tests.distributed.data_parallel import (
     averages_during_the_backward,
     hangs,
     misuse,
+    other_averages,
     overflow_on_one_rank,
     reference,
     train,
@@ -99,6 +100,13 @@ def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
         assert "rank 0 runs call 1 of forward_backward, by samples; rank 1 makes update 1" in steps
         assert "rank 1 has failed" in raised or rank
         assert rank or "another rank has ended, failed or closed its model" in ended[0]
+
+
+def test_what_torch_would_average_is_refused(two: Ranks) -> None:
+    for inside, around, sharded in two.run(other_averages):
+        assert "its module 0 is a DistributedDataParallel, whose backward never runs" in inside
+        assert "around is inside a DistributedDataParallel" in around and "process_group='world'" in around
+        assert ".weight is a DTensor, of which each rank has a part" in sharded
 
 
 def test_what_is_no_group_is_refused() -> None:

@@ -54,10 +54,11 @@ def test_an_overflow_in_one_shard_skips_the_update_of_all(two: Ranks) -> None:
 
 
 def test_wrong_use_of_shards_is_refused(two: Ranks) -> None:
-    for rank, (inside, written, by_tensor, alone, failed) in enumerate(two.run(sharded.misuse)):
+    for rank, (inside, written, by_tensor, scaler, alone, failed) in enumerate(two.run(sharded.misuse)):
         assert "new weights of its own shard only" in inside
         assert "0.weight" in written and "written outside of step_fn" in written
         assert "Adafactor" in by_tensor and "element by element" in by_tensor
+        assert "torch.amp.GradScaler looks for overflows in this rank's part" in scaler
         assert "rank 0 reads the latest weights" in alone and "rank 1 runs call" in alone
         assert ("on one rank" if rank else "raised in its step_fn") in failed
 

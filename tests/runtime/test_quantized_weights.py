@@ -203,3 +203,17 @@ def test_a_model_that_is_quantized_later_and_weights_left_where_they_are():
         square_loss(plain(x), None).backward()
         piped.synchronize()
         assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("quantize", [nf4_of_bitsandbytes, nested_nf4_of_bitsandbytes])
+def test_packing_leaves_the_objects_of_scales_which_guards_go_by(quantize):
+    """If they were others after a call, a graph whose guards look at them would be traced again."""
+    x, model = torch.randn(4, WIDTH), network(quantize, depth=3)
+    states = [module.base.weight.quant_state for module in model]
+    states[1].code = states[0].code  # a table that several share
+    with roundpipe.compile(model, devices=["cpu"]) as piped:
+        before = [(id(state.absmax), id(state.code)) for state in states]
+        for _ in range(2):
+            piped.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum())
+            assert [(id(state.absmax), id(state.code)) for state in states] == before
+    assert len({code for _, code in before}) == 3  # each layer's lies in memory of its own

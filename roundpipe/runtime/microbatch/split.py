@@ -267,6 +267,7 @@ class Division:
             with RaisedIn("code on the host, phase split_label"):
                 result = rule(label, number)
             return checked_list(result, number, "split_label(label, num_microbatch)", "labels")
+        trees.refuse_endless("label has", label)
         first = batched_leaf(label)
         if self.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
             self.sizes = self.sizes_for(first.shape[0])

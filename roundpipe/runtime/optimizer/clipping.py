@@ -24,7 +24,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` by the norm of whole gradients, also where each rank has a part of them.
 
-    For ``step_fn`` with ``shard_optimizer=True``, where torch's own function would take the norm of this rank's part.
+    For ``step_fn`` with ``shard_optimizer=True``. Torch's own function does the same there if it is called as
+    ``torch.nn.utils.clip_grad_norm_``; imported under a name of its own, it takes the norm of this rank's part.
     All ranks call it, with the same parameters and in the same order. Elsewhere it is torch's.
 
     Args:

@@ -23,6 +23,7 @@ from roundpipe.core.compiled_modules import never_compiled
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.watched import counts_as_torch, unseen
 from roundpipe.runtime.optimizer.as_on_host import begin_torchs_own, end_torchs_own, torchs_own
+from roundpipe.runtime.optimizer.clipping import clip_grad_norm_ as clip_whole_gradients
 from roundpipe.runtime.optimizer.pieces import has_hooks
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.optimizer.update import UpdateRunner
@@ -128,6 +129,8 @@ def _clipping(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(given, list) and (runner := UpdateRunner.running()) is not None:
             given = runner.copies_of(given)
             args, kwargs = ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": given})
+            if function is _clip_grad_norm and runner.has_shards:
+                return clip_whole_gradients(*args[:4], **{name: kwargs[name] for name in kwargs if name != "foreach"})
             if (late := runner.late_of(given)) is not None:
                 if function is _clip_grad_norm:
                     return late.clip(*args, **kwargs)

@@ -253,12 +253,23 @@ class UpdateRunner:
             _RUNNING.reset(token)
             self._pairs = ()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether this rank has a part of each gradient."""
+        return self.ranks is not None and self.ranks.shard is not None
+
     def before_step(self, parameters: frozenset[int], *, has_closure: bool) -> None:
         """An optimizer that has these, by id, is about to step in ``step_fn``; fused ones leave no mark."""
         self._wrong.note_optimizer(parameters, has_closure=has_closure)
         if self._looks and not self._due.isdisjoint(parameters):
             self._looks = False
             if _is_called_by(torch.amp.GradScaler):
+                if self.has_shards:
+                    raise ConfigError(
+                        "torch.amp.GradScaler looks for overflows in this rank's part of the gradients alone, so that "
+                        f"with shard_optimizer=True {self._name} would be updated on some ranks and not on others; use "
+                        "roundpipe.GradScaler, which has the same methods"
+                    )
                 self._warnings.append(
                     "step_fn uses torch.amp.GradScaler. Its scale stays on the device that scaled the first loss, and "
                     "gradients on the host are unscaled before it has come from there; an asynchronous update also "

@@ -22,7 +22,7 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.storages import is_plain, stored_tensors
+from roundpipe.core.storages import is_plain, stored_tensors, unshare
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Registrar
 from roundpipe.runtime.weights.gradient_counts import GradientCount
@@ -63,6 +63,8 @@ class HostWeights:
         self._allocate = allocate
         self.registrar = registrar
         self._model = model
+        for parameter in model.parameters() if model is not None else ():
+            unshare(parameter)  # before a graph goes by which objects there are
         self._compared: set[int] = set()
         """Tensors that are known not to share memory; empty: all are to be compared again."""
         self.num_laid_out = 0

@@ -22,6 +22,8 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
 from roundpipe.core.module_tree import structure_message
+from roundpipe.core.storages import is_made_of_others
+from roundpipe.core.watched import carry_attributes
 from roundpipe.effects.places import has_hooks
 from roundpipe.runtime.weights.frozen_layers import FrozenLayers, hooks_of
 from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
@@ -285,6 +287,8 @@ class BoundLayer:
                 hooks = hooks_of(original) if frozen is None else frozen.hooks_of(original)
             if hooks or type(tensor) is not nn.Parameter or tensor.requires_grad != is_trained:
                 bound[index] = tensor = _as_parameter(tensor, is_trained, hooks)
+            if original.__dict__ and tensor is not original and not is_made_of_others(original):
+                carry_attributes(original, tensor)
             if gets_gradient:
                 self.parameters[index] = tensor
         self.replica.refresh(_TensorsOf(weights, bound), frozen)
