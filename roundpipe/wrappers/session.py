@@ -138,7 +138,8 @@ class Session:
         """For the model's own code on a device, until the next call of a layer."""
         self._is_streaming = False
         for other in list(_OPEN):  # before the script gives other objects the names that a step_fn reads
-            other.optimizer.wait_update("compile()")
+            if other.gates.board.is_here and not other.engine.is_inside:
+                other.optimizer.wait_update("compile()")
         _OPEN.add(self)
 
     def check_open(self) -> None:
