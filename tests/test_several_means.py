@@ -178,6 +178,8 @@ LOSSES = {
 
 @pytest.mark.parametrize(("whole", "each"), LOSSES.values(), ids=LOSSES)
 def test_each_mean_in_a_loss_function_counts_by_its_targets(whole, each, runs):
+    if whole is by_probabilities and torch.__version__ < "2.13":
+        pytest.skip("cross_entropy of targets by probability decides by sizes of one there, which takes other graphs")
     ids, label = padded(SIZE, LENGTH)
     torch.manual_seed(0)
     assert_exact(Tokens().double(), {"ids": ids}, each, label, whole, **TILES)

@@ -30,27 +30,39 @@ def dtype_refused(func: Any, args: Sequence[Any]) -> torch.dtype | None:
     return None if dtype is TAKEN else dtype
 
 
-@functools.cache
-def _dropout_for_fakes() -> dict[Any, Any]:
-    """Torch's own Python for dropout, by dispatch key."""
-    return dict(torch.ops.aten.dropout.default.py_kernels)
-
-
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return torch.ops.aten.native_dropout(input, p, train)[0] if train and p != 0 else input
-
-
-@contextmanager
-def dropout_as_compiled() -> Iterator[None]:
-    """Inside, dropout that drops nothing returns its input, as it does on real tensors; torch's Python returns a copy.
+def _dropout(torchs: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout that drops nothing returns its input, as it does on real tensors; torch's Python returns a copy.
 
     Who writes the result in place writes the input.
     """
-    operator, original = torch.ops.aten.dropout.default, _dropout_for_fakes()
-    operator.py_kernels.update(dict.fromkeys(original, _dropout))
-    operator._dispatch_cache.clear()
+    return torch.ops.aten.native_dropout(input, p, train)[0] if train and p != 0 else input
+
+
+def _lstm(torchs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """States ``[layers, samples, features]``; the Python of torch before 2.13 has a dimension of one before samples."""
+    output, *states = torchs(*args, **kwargs)
+    return output, *(state.squeeze(1) if state.ndim > 3 else state for state in states)
+
+
+@functools.cache
+def _kernels() -> list[tuple[Any, dict[Any, Any], dict[Any, Any]]]:
+    """Operators with torch's own Python for them by dispatch key, and with what takes its place."""
+    ours = {torch.ops.aten.dropout.default: _dropout, torch.ops.aten.lstm.input: _lstm}
+    return [
+        (each, dict(each.py_kernels), {key: functools.partial(own, torchs) for key, torchs in each.py_kernels.items()})
+        for each, own in ours.items()
+    ]
+
+
+@contextmanager
+def kernels_as_compiled() -> Iterator[None]:
+    """Inside, these operators do on fakes what torch's compiled code does on real tensors."""
     try:
+        for operator, _, own in _kernels():
+            operator.py_kernels.update(own)
+            operator._dispatch_cache.clear()
         yield
     finally:
-        operator.py_kernels.update(original)
-        operator._dispatch_cache.clear()
+        for operator, torchs, _ in _kernels():
+            operator.py_kernels.update(torchs)
+            operator._dispatch_cache.clear()

@@ -33,7 +33,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.modes import Modes
 from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import is_transformed, unseen
-from roundpipe.fx.fake_kernels import TAKEN, dropout_as_compiled, dtype_refused
+from roundpipe.fx.fake_kernels import TAKEN, dtype_refused, kernels_as_compiled
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
 from roundpipe.fx.sizes import ShapeWorld, flat_tensors, source_named
 
@@ -213,7 +213,7 @@ class RecallingMode(LenientMode):
 @contextmanager
 def running_on_fakes(mode: FakeTensorMode) -> Iterator[None]:
     """Runs torch on fakes, as a trace does."""
-    with code_on_fakes(), mode, enable_python_dispatcher(), dropout_as_compiled():
+    with code_on_fakes(), mode, enable_python_dispatcher(), kernels_as_compiled():
         yield
 
 

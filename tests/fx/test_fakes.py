@@ -89,6 +89,17 @@ def test_a_model_anywhere_is_on_the_cpu_here() -> None:
     assert world.twin.first.weight.device.type == "cpu" and model.first.weight.is_meta
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_states_of_lstms_have_the_shape_that_they_have_on_real_tensors(is_trained: bool) -> None:
+    lstm, real = nn.LSTM(4, 6, num_layers=2), torch.randn(5, 3, 4, requires_grad=is_trained)
+    world = FakeWorld(lstm, ((real,), {}))
+    with world.entered(), torch.set_grad_enabled(is_trained):
+        output, states = world.twin(*world.arguments[0])
+    expected_output, expected_states = lstm(real)
+    assert output.shape == expected_output.shape
+    assert [each.shape for each in states] == [each.shape for each in expected_states]
+
+
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False), (0.5, True)])
 def test_dropout_shares_memory_where_it_does_on_real_tensors(p: float, train: bool) -> None:
     original = dict(torch.ops.aten.dropout.default.py_kernels)

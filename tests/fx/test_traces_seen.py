@@ -145,7 +145,9 @@ def test_only_what_forward_looked_up_in_a_registry_makes_a_new_trace(model, kind
 
 def test_building_another_hugging_face_model_makes_no_new_trace():
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("transformers.utils.output_capturing")  # older versions keep no such registry, or a plain dict
+    capturing = pytest.importorskip("transformers.utils.output_capturing")  # older versions keep no such registry
+    if type(getattr(capturing, "_CAN_RECORD_REGISTRY", None)) is dict:
+        pytest.skip("this version walks through a plain dict")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=50, use_cache=False))
     ids = torch.randint(1, 50, (4, 6))
