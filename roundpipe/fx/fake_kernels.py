@@ -47,7 +47,7 @@ def _lstm(torchs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 @functools.cache
 def _kernels() -> list[tuple[Any, dict[Any, Any], dict[Any, Any]]]:
     """Operators with torch's own Python for them by dispatch key, and with what takes its place."""
-    ours = {torch.ops.aten.dropout.default: _dropout, torch.ops.aten.lstm.input: _lstm}
+    ours: dict[Any, Any] = {torch.ops.aten.dropout.default: _dropout, torch.ops.aten.lstm.input: _lstm}
     return [
         (each, dict(each.py_kernels), {key: functools.partial(own, torchs) for key, torchs in each.py_kernels.items()})
         for each, own in ours.items()
