@@ -30,9 +30,26 @@ def masked(logits, label):
     return losses.sum() / count(label).clamp(min=1)
 
 
+def by_mask(logits, label):
+    mask = (label != -100).float()
+    return (F.cross_entropy(logits, label, reduction="none") * mask).sum() / (mask.sum() + 1e-5)
+
+
+def confidence(logits):
+    return logits[:, 0].detach().sigmoid()
+
+
+def by_confidence(logits, label):
+    losses = F.cross_entropy(logits, label.clamp(min=0), reduction="none")
+    return (losses * confidence(logits)).sum() / confidence(logits).sum()
+
+
 RIGHT = {
     "targets": lambda logits, label: (F.cross_entropy(logits, label), count(label)),
     "targets, doubled": lambda logits, label: (F.cross_entropy(logits, label), 2.0 * count(label).item()),
+    "targets as a float": lambda logits, label: (F.cross_entropy(logits, label), count(label).float()),
+    "weights of outputs": lambda logits, label: (by_confidence(logits, label), confidence(logits).sum()),
+    "a mask's sum": lambda logits, label: (by_mask(logits, label), (label != -100).float().sum()),
     "samples": lambda logits, label: (logits.pow(2).mean(), len(label)),
     "a microbatch without targets": lambda logits, label: (masked(logits, label), count(label)),
     "a quotient": lambda logits, label: (masked(logits, label), count(label)),

@@ -204,6 +204,9 @@ class LossWarnings:
         if self._has_warned or any(each.own is not None for each in weights) or len(labels) == 1:
             return
         mixing, is_counted = find_mixing(), any(each.is_counted for each in weights)
+        has_given = any(each.has_given for each in weights)
+        if has_given and mixing in ("not linear", "differs"):  # as a quotient by the weight may be
+            mixing = None
         if is_counted and mixing is None:
             return
         if is_counted and mixing == "not linear":  # loss_fn is, so that it is a term of the model's own
@@ -211,7 +214,7 @@ class LossWarnings:
             warn(f"the loss that {self._name} computes itself {_PRODUCT.format(number=len(labels))}")
             return
         verdicts = by_samples(weights) if mixing in (None, "differs") else [mixing]
-        has_weights = any(each.has_given for each in weights) or is_counted and mixing == "sum"
+        has_weights = has_given or is_counted and mixing == "sum"
         texts = _OF_WEIGHTS if has_weights else _OF_LOSS_FN
         text = next((text for verdict, text in texts.items() if verdict in verdicts), None)
         if text is None and "unknown" in verdicts and not has_weights and _have_other_targets(labels):
@@ -242,11 +245,12 @@ IGNORED = -100
 
 
 def by_samples(weights: Sequence[LossWeights]) -> list[Verdict]:
-    """Whether losses that were averaged by samples are those of the batch, each kind of answer once."""
+    """Whether losses that were averaged by samples, or weights, are those of the batch, each kind of answer once."""
+    are_weights = any(each.has_given for each in weights)
     microbatches = [each for weight in weights for each in weight.averaged_terms]
     shares = [share for share, _ in microbatches]
     losses = zip(*(terms for _, terms in microbatches), strict=False)
-    return list(dict.fromkeys(verdict(each, shares) for each in losses)) or ["unknown"]
+    return list(dict.fromkeys(verdict(each, shares, are_weights=are_weights) for each in losses)) or ["unknown"]
 
 
 def _have_other_targets(labels: Sequence[Any]) -> bool:

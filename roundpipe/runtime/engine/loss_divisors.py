@@ -35,8 +35,8 @@ _APART = frozenset("Select Unbind".split())
 """What may take one sample of all."""
 _MEAN, _SUM = 1, 2
 """Reductions as torch's losses save them."""
-_EXACT, _HALF = 1e-6, 1e-2
-"""How far divisors may be from the proportion, by their precision."""
+_EXACT, _HALF, _GIVEN = 1e-6, 1e-2, 1e-3
+"""How far divisors may be from the proportion, by their precision, and to weights, to which code may add a little."""
 
 
 Divisors = tuple[float | torch.Tensor, ...]
@@ -75,18 +75,21 @@ def terms_of(loss: torch.Tensor, ends: frozenset[Node] = frozenset()) -> list[Lo
     return walk.found
 
 
-def verdict(microbatches: Sequence[Sequence[LossPart]], shares: Sequence[float]) -> Verdict:
+def verdict(
+    microbatches: Sequence[Sequence[LossPart]], shares: Sequence[float], *, are_weights: bool = False
+) -> Verdict:
     """Whether losses with these terms, averaged by shares of samples, or by weights, are that of the batch."""
     if len({len(terms) for terms in microbatches}) > 1:
         return "unknown"
-    each = [_of_term(terms, shares) for terms in zip(*microbatches, strict=True)]
+    tolerance = _GIVEN if are_weights else _EXACT
+    each = [_of_term(terms, shares, tolerance) for terms in zip(*microbatches, strict=True)]
     if len(each) > 1 and "sum" in each and "compares samples" not in each:
         return "sum" if set(each) == {"sum"} else "not by samples"
     order: tuple[Verdict, ...] = ("compares samples", "not by samples", "not linear", "sum", "unknown")
     return next((kind for kind in order if kind in each), "right")
 
 
-def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
+def _of_term(terms: Sequence[LossPart], shares: Sequence[float], tolerance: float) -> Verdict:
     kinds = {term.kind for term in terms}
     if "compares samples" in kinds:
         return "compares samples"
@@ -98,7 +101,7 @@ def _of_term(terms: Sequence[LossPart], shares: Sequence[float]) -> Verdict:
         return "sum"
     half = (torch.float16, torch.bfloat16)
     is_half = any(isinstance(each, torch.Tensor) and each.dtype in half for term in terms for each in term.divisors)
-    divisors, tolerance = [term.divisor() for term in terms], _HALF if is_half else _EXACT
+    divisors, tolerance = [term.divisor() for term in terms], _HALF if is_half else tolerance
 
     def are_equal(numbers: Sequence[float]) -> bool:
         return all(math.isclose(each, numbers[0], rel_tol=tolerance) for each in numbers)
