@@ -3,6 +3,7 @@
 #   make demo                          train a small Llama on the standard library's source, a few minutes
 #   make test PYTEST_ARGS="-k carry"   the tests
 #   make test-long                     more cases, which `make test` leaves out
+#   make test-older                    the tests with the older versions of requirements-older.txt, in .venv-older
 #   make test-contract                 only the tests that hold what the library promises, row by row (tests/contract)
 #   make lint                          ruff and mypy
 #   make docs                          the documentation's site, into build/docs; broken links and missing texts fail
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-long test-contract lint format docs bench clean
+.PHONY: help demo test test-long test-older test-contract lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +58,11 @@ test: $(INTEGRATIONS)
 
 test-long: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load --max-worker-restart 0 $(PYTEST_ARGS)
+
+test-older: requirements-older.txt
+	$(MAKE) --no-print-directory VENV=.venv-older .venv-older/.installed
+	.venv-older/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-older.txt
+	.venv-older/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-contract: $(INSTALLED)
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.contract) $(PYTEST_ARGS)
