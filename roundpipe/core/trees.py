@@ -14,8 +14,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -117,17 +117,18 @@ def _gather(value: Any, result: list[torch.Tensor], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         result.append(value)
     elif depth < MAX_DEPTH:
-        if type(value) in (list, tuple):
-            below = value
-        elif type(value) is dict:
-            below = value.values()
-        else:
-            below = [child for _, child in children(value) or ()]
-        for child in below:
+        for child in _below(value):
             if isinstance(child, torch.Tensor):  # an optimizer's operator has thousands
                 result.append(child)
             else:
                 _gather(child, result, depth + 1)
+
+
+def _below(value: Any) -> Collection[Any]:
+    """What `children` gives, without the ways there."""
+    if type(value) in (list, tuple):
+        return cast(Collection[Any], value)
+    return value.values() if type(value) is dict else [child for _, child in children(value) or ()]
 
 
 def checked_tensors(arguments: Any) -> list[torch.Tensor]:
@@ -167,18 +168,18 @@ class _LeafCount:
             return 1
         key = id(value), depth
         if key not in self._known:
-            below = children(value)
+            below = _below(value)
             if below and depth == MAX_DEPTH:
                 if self._refuses_deep and _reaches_tensor(value):
                     raise ConfigError(
                         f"a tensor of the arguments lies in {depth - 1} or more containers inside each other, or in an "
                         f"object that refers back to itself, and is not found there; {_FLAT}"
                     )
-                below = None
+                below = ()
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self.num_distinct += len(below or ())
-            self._known[key] = value, sum(self.leaves(child, depth + 1) for _, child in below) if below else 1
+                self.num_distinct += len(below)
+            self._known[key] = value, sum(self.leaves(child, depth + 1) for child in below) if below else 1
         return self._known[key][1]
 
 
@@ -192,7 +193,7 @@ def _reaches_tensor(value: Any) -> bool:
             return True
         if id(one) not in seen and not isinstance(one, ATOMS):
             seen[id(one)] = one
-            pending += [child for _, child in children(one) or ()]
+            pending += _below(one)
     return False
 
 

@@ -93,8 +93,8 @@ _OF_WEIGHTS: dict[Verdict | Mixing, str] = {
         "the loss alone"
     ),
     "sum": (
-        "but loss_fn gives sums, which nothing divides, so that each counts for its weight times too much. Divide the "
-        "loss by the weight in loss_fn; or return the loss alone, with loss_reduction='sum'"
+        "but loss_fn gives sums, which nothing divides, and a mean multiplies each by its weight. Divide the loss by "
+        "the weight in loss_fn; or return the loss alone, with loss_reduction='sum'"
     ),
 }
 """The same, where weights came beside the losses."""
@@ -156,7 +156,7 @@ class LossWarnings:
         text = None if kind is None else _TEXTS.get((given or "sum", kind))
         if text is None or number == 1 or not is_certain or self._has_warned:
             return
-        if (given, kind) != ("mean", "unknown") or by_samples(weights) != ["right"]:
+        if (given, kind) != ("mean", "unknown") or verdicts_of(weights) != ["right"]:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
 
@@ -213,7 +213,7 @@ class LossWarnings:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {_PRODUCT.format(number=len(labels))}")
             return
-        verdicts = by_samples(weights) if mixing in (None, "differs") else [mixing]
+        verdicts = verdicts_of(weights) if mixing in (None, "differs") else [mixing]
         has_weights = has_given or is_counted and mixing == "sum"
         texts = _OF_WEIGHTS if has_weights else _OF_LOSS_FN
         text = next((text for verdict, text in texts.items() if verdict in verdicts), None)
@@ -244,7 +244,7 @@ IGNORED = -100
 """What losses of torch ignore in a target, unless they are told otherwise."""
 
 
-def by_samples(weights: Sequence[LossWeights]) -> list[Verdict]:
+def verdicts_of(weights: Sequence[LossWeights]) -> list[Verdict]:
     """Whether losses that were averaged by samples, or weights, are those of the batch, each kind of answer once."""
     are_weights = any(each.has_given for each in weights)
     microbatches = [each for weight in weights for each in weight.averaged_terms]

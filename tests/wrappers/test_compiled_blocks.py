@@ -284,7 +284,9 @@ def test_compiled_blocks_that_fill_a_cache_are_looked_into_with_a_warning(counte
     for block in model.model.layers:
         block.compile(backend=counter)
     ids = torch.randint(1, 64, (4, 8))
-    file = "modeling_(llama|layers)"  # as transformers has it
+    layers = pytest.importorskip("transformers.modeling_layers")
+    is_called_there = "__call__" in vars(layers.GradientCheckpointingLayer)
+    file = "modeling_layers" if is_called_there else "modeling_llama"
     with pytest.warns(
         UserWarning, match=rf"torch has compiled model\.layers\.0.* stay whole.*{file}.*use_cache = False"
     ):

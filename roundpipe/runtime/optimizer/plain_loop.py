@@ -136,7 +136,7 @@ class PlainSteps(ABC):
 
     def before_plain_step(self, parameters: frozenset[int], kind: str) -> None:
         """An optimizer of some class that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
-        if self._runner.is_inside and self._ranks is not None and self._ranks.shard is not None and kind in _BY_TENSOR:
+        if self._runner.is_inside and self._runner.has_shards and kind in _BY_TENSOR:
             raise ConfigError(
                 f"{kind} looks at whole tensors, and with shard_optimizer=True {self._name} gives it parts of them; "
                 "take an optimizer that works element by element, such as AdamW, or shard_optimizer=False"

@@ -202,7 +202,7 @@ class UpdateRunner:
                 f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
                 "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
             )
-        if self.ranks is not None and self.ranks.shard is not None:
+        if self.has_shards:
             raise ConfigError(
                 f"{self._name} was called inside step_fn, where with shard_optimizer=True this rank has new weights "
                 "of its own shard only; call it after the step"
