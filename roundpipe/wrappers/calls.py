@@ -190,6 +190,8 @@ class ChainRunner(Runner):
         elif not any(each and each.loss_reduction for each in (training.options, self.config)):
             find_kind = functools.partial(kind_of_sum, self.model, calls)
             self._loss_warnings.look_at_sum(training.loss_fn, weights, len(losses), find_kind)
+        for each in weights:
+            each.forget_terms()
         of_last = calls[0].kept.put(1 if calls[0].counted is None else calls[0].counted.num_ranks)
         self._loss_warnings.look_at_logs(of_last, len(losses), config.loss_reduction)
         total = sum_losses(losses, scale)

@@ -237,6 +237,10 @@ class LossWeights:
         """Of each microbatch, what its losses count for, a share of the samples or a weight, and their terms."""
         return [self._terms[microbatch] for microbatch in sorted(self._terms)]
 
+    def forget_terms(self) -> None:
+        """Let go of the terms, whose divisors are on the device, once they were looked at."""
+        self._terms, self.added_terms = {}, []
+
     @property
     def has_given(self) -> bool:
         """Whether ``loss_fn`` gives weights."""
