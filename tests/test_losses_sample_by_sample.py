@@ -50,6 +50,82 @@ def test_a_mean_of_samples_losses_is_that_of_the_batch(loss_fn: Loss) -> None:
     assert_mean_is_eagers(net(), (ids,), labels, loss_fn, model_run_config=RoundPipeRunConfig(3))
 
 
+def each(loss: Loss) -> Loss:
+    """The mean of a loss over samples that code takes one by one."""
+    return lambda out, label: sum((loss(out[i], label[i]) for i in range(len(out))), torch.zeros(())) / len(out)
+
+
+def in_place(out: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    losses = torch.zeros(len(out))
+    for i in range(len(out)):
+        losses[i] = F.mse_loss(out[i], label[i])
+    return losses.mean()
+
+
+def with_rows_kept(out: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for i in range(len(out)):
+        total += F.smooth_l1_loss(out[i : i + 1], label[i : i + 1]) / len(out)
+    return total
+
+
+ONE_BY_ONE: dict[str, Loss] = {
+    "rows kept": with_rows_kept,
+    "rows split": lambda out, label: torch.stack(
+        [F.mse_loss(a, b) for a, b in zip(out.split(1), label.split(1), strict=True)]
+    ).mean(),
+    "put in places": in_place,
+    "put together again": lambda out, label: F.mse_loss(
+        torch.cat([out[i : i + 1].tanh() for i in range(len(out))]), label
+    ),
+    "a root of each": each(lambda out, label: (out - label).pow(2).sum().sqrt()),
+    "a quotient of each": each(lambda out, label: (out.sigmoid() * label).sum() / (out.sigmoid().sum() + 1)),
+    "a statistic of each": each(lambda out, label: ((out - out.mean()) / out.std() - label).pow(2).mean()),
+    "the larger of two of each": each(lambda out, label: torch.stack([out.max(), label.min()]).max()),
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("num_microbatch", [3, 6])
+@pytest.mark.parametrize("loss_fn", ONE_BY_ONE.values(), ids=ONE_BY_ONE)
+def test_samples_taken_one_by_one_are_not_compared(loss_fn: Loss, num_microbatch: int) -> None:
+    model, x, label = scores(6)
+    assert_mean_is_eagers(model, (x,), label, loss_fn, model_run_config=RoundPipeRunConfig(num_microbatch))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_weights_of_samples_taken_one_by_one_are_no_divisors() -> None:
+    model, x, label = scores(6)
+    weighted = each(lambda out, label: label[0].abs() * F.mse_loss(out, label))
+    assert_mean_is_eagers(model, (x,), label, weighted, model_run_config=RoundPipeRunConfig(3))
+
+
+COMPARED: dict[str, tuple[Loss, int]] = {
+    "neighbours": (lambda out, label: (out[1:] - out[:-1]).pow(2).mean(), 2),
+    "two": (lambda out, label: (out[0] * out[1]).sum(), 2),
+    "a sample with the mean": (lambda out, label: sum((each - out.mean(0)).pow(2).sum() for each in out), 2),
+    "pairs": (lambda out, label: sum((a - b).norm() for i, a in enumerate(out) for b in out[:i]), 2),
+    "the largest": (
+        lambda out, label: torch.stack([F.mse_loss(a, b) for a, b in zip(out, label, strict=True)]).max(),
+        1,
+    ),
+    "a root of the sum": (lambda out, label: each(F.mse_loss)(out, label).sqrt(), 1),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_samples_taken_one_by_one_and_compared_are_told_of(name: str) -> None:
+    """In microbatches of two samples, and of one, where two are not needed."""
+    loss_fn, least = COMPARED[name]
+    for size in range(least, 3):
+        model, x, label = scores(6)
+        with (
+            roundpipe.compile(model, devices=["cpu"], model_run_config=RoundPipeRunConfig(6 // size)) as pipe,
+            pytest.warns(UserWarning, match="loss and gradients differ from those of the whole batch"),
+        ):
+            pipe.forward_backward(input_args=(x,), label=label, loss_fn=loss_fn, loss_reduction="mean")
+
+
 def test_columns_of_labels_are_of_all_samples() -> None:
     """What is taken along another dimension is counted as before."""
 

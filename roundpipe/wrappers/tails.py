@@ -41,7 +41,7 @@ from roundpipe.fx.passes.counted_losses import (
     places_of_numbers,
 )
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Made, made_by_calls, tried_on_numbers
-from roundpipe.fx.passes.sample_mixing import worst
+from roundpipe.fx.passes.mixing_rules import worst
 from roundpipe.fx.passes.tail import JoinedTail
 from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.loss import (

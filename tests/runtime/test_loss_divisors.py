@@ -69,7 +69,7 @@ LOSSES = {
     "similarities": (lambda x: F.cross_entropy(x[:, 0] @ x[:, 1].T, ordered(x)), [(COMPARES, 1)]),
     "distances": (lambda x: torch.cdist(x[:, 0], x[:, 1]).mean() + x.mean(), [(COMPARES, 1), (DIVIDED, 60)]),
     "distances of pairs": (lambda x: F.pdist(x.flatten(1)).sum() / 6, [(COMPARES, 1)]),
-    "in each sample": (lambda x: sum((each @ each.T).mean() for each in x) / 4, [(DIVIDED, 36)] * 4),
+    "in each sample": (lambda x: sum((each @ each.T).mean() for each in x) / 4, [(UNKNOWN, 4)] * 4),
     "products in each sample": (lambda x: (x @ x.transpose(1, 2)).mean(), [(DIVIDED, 36)]),
     "products with weights": (lambda x: (x.flatten(1) @ SCALE.expand(15, 2)).mean(), [(DIVIDED, 8)]),
     "a root": (lambda x: x.square().mean().sqrt(), [(BENT, 1)]),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,9 @@ def as_documented(run: Output, command: str) -> tuple[str, str]:
 
 
 def test_the_page_shows_what_explain_prints(run: Output) -> None:
+    requirements = (ROOT / "requirements-dev.txt").read_text()
+    if f"transformers=={version('transformers')}\n" not in requirements:
+        pytest.skip("the page shows operators of the code of another version of transformers")
     out, shown = as_documented(run, "explain")
     assert [line for line in out.splitlines() if "asked at" not in line] == shown.splitlines()
 

@@ -22,8 +22,9 @@ from roundpipe.fx.passes.argument_values import ArgumentValues, Count, Divisor, 
 from roundpipe.fx.passes.loss_numbers import LABEL, OUTPUTS, Arguments, Made, made_by_graph
 from roundpipe.fx.passes.loss_state import has_state
 from roundpipe.fx.passes.loss_terms import Combination, Term, combination, factors_of, weigh
+from roundpipe.fx.passes.mixing_rules import worst
 from roundpipe.fx.passes.sample_dependence import mixing_of_samples
-from roundpipe.fx.passes.sample_mixing import mixing_of, worst
+from roundpipe.fx.passes.sample_mixing import mixing_of
 from roundpipe.fx.passes.sample_sums import SampleSum, nodes_in_rows, sample_sums
 
 Rowless = Mapping[trees.Path, bool]

@@ -33,6 +33,8 @@ _COMPARING = frozenset("Mm Addmm Mv Dot Cdist EuclideanDist Pdist".split())
 """Products and distances that have rows of one operand meet all rows of the other."""
 _APART = frozenset("Select Unbind".split())
 """What may take one sample of all."""
+_PARTS = frozenset("Slice Split".split())
+"""What may take one, with its dimension."""
 _MEAN, _SUM = 1, 2
 """Reductions as torch's losses save them."""
 _EXACT, _HALF, _GIVEN = 1e-6, 1e-2, 1e-3
@@ -70,8 +72,9 @@ def terms_of(loss: torch.Tensor, ends: frozenset[Node] = frozenset()) -> list[Lo
     """The terms of a loss that depend on the ends, or on anything that requires grad if there are none."""
     if not loss.requires_grad:
         return [LossPart("unknown")]
-    walk = _GradientWalk(ends)
-    walk.visit((loss.grad_fn, loss.output_nr), (), ())
+    walk, edge = _GradientWalk(ends), (loss.grad_fn, loss.output_nr)
+    walk.is_alone = walk.is_of_one(edge)
+    walk.visit(edge, (), ())
     return walk.found
 
 
@@ -121,6 +124,8 @@ Edge = tuple[Any, int]
 class _GradientWalk:
     ends: frozenset[Node]
     found: list[LossPart] = field(default_factory=list)
+    is_alone: bool = False
+    """Whether there is one sample in all, as far as code takes them one by one."""
     _reaching: dict[Node, bool] = field(default_factory=dict)
 
     def visit(self, edge: Edge, divisors: Divisors, others: Divisors) -> None:
@@ -129,7 +134,9 @@ class _GradientWalk:
         if node is None or not self._reaches(node):  # the same for every microbatch
             return
         name, edges = _name(node), node.next_functions
-        if node in self.ends or _shape(edge) and name not in _PASSING:
+        if not self.is_alone and self.is_of_one(edge):
+            self._add_of_one(edge, divisors)
+        elif node in self.ends or _shape(edge) and name not in _PASSING:
             self.found.append(LossPart("unknown", divisors))
         elif name in _PASSING:
             self.visit(edges[0], divisors, others)
@@ -156,8 +163,32 @@ class _GradientWalk:
 
     @property
     def _is_certain(self) -> bool:
-        """Whether a term that is found is known to be made of outputs, not of weights alone."""
-        return bool(self.ends)
+        """Whether a term that is found is known to be made of outputs, not of weights or of one sample alone."""
+        return bool(self.ends) and not self.is_alone
+
+    def is_of_one(self, edge: Edge) -> bool:
+        """Whether it is made of one sample, which code has taken out of all by its place."""
+        lengths, places = {_shape((end, 0))[:1] for end in self.ends}, set[int]()
+        pending, seen = [edge], set[Edge]()
+        while pending and len(places) < 2:
+            node, index = edge = pending.pop()
+            if node is None or edge in seen:
+                continue
+            seen.add(edge)
+            if node in self.ends:
+                return False
+            if (place := _place_taken(edge)) is not None and _shape(node.next_functions[0])[:1] in lengths:
+                places.add(place)
+            else:
+                pending += node.next_functions
+        return len(places) == 1
+
+    def _add_of_one(self, edge: Edge, divisors: Divisors) -> None:
+        """A term of one sample: what it is divided and multiplied by may be its own."""
+        while _name(edge[0]) in _PASSING:
+            edge = edge[0].next_functions[0]
+        is_sum = not divisors and getattr(edge[0], "_saved_reduction", None) == _SUM
+        self.found.append(LossPart("sum") if is_sum else LossPart("unknown", divisors))
 
     def _visit_scaled(self, node: Any, name: str, divisors: Divisors, others: Divisors) -> None:
         """A product or quotient of scalars."""
@@ -233,6 +264,19 @@ def _name(node: Any) -> str:
     """``"Div"`` for torch's ``DivBackward0``; none for functions that torch does not have."""
     found = None if node is None else re.fullmatch(r"(\w+?)Backward\d+", node.name())
     return "" if found is None else found[1]
+
+
+def _place_taken(edge: Edge) -> int | None:
+    """Of which entry alone, along the first dimension, something is."""
+    node, index = edge
+    name = _name(node)
+    if name not in _APART | _PARTS or node._saved_dim:
+        return None
+    if name == "Select":
+        return int(node._saved_index)
+    if name == "Unbind":
+        return index
+    return (index if name == "Split" else int(node._saved_start)) if _shape(edge)[0] == 1 else None
 
 
 def _shape(edge: Edge) -> Sequence[int]:
