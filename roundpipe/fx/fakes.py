@@ -7,6 +7,7 @@ operator below autograd.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import warnings
@@ -258,6 +259,14 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) ->
         fake.requires_grad_()
     if isinstance(tensor, nn.Parameter):
         fake._is_param = True  # what isinstance(fake, nn.Parameter) asks
+        if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):
+            fake.__class__ = _named_as(type(tensor))
     if (state := quant_state_of(tensor)) is not None:
         fake.quant_state = state  # type: ignore[attr-defined]
     return fake
+
+
+@functools.cache
+def _named_as(kind: type[nn.Parameter]) -> type[FakeTensor]:
+    """A class of fakes with the name of a class of packed weights, by which code asks what it has."""
+    return type(kind.__name__, (FakeTensor,), {"__module__": kind.__module__})

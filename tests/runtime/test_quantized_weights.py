@@ -217,3 +217,37 @@ def test_packing_leaves_the_objects_of_scales_which_guards_go_by(quantize):
             piped.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum())
             assert [(id(state.absmax), id(state.code)) for state in states] == before
     assert len({code for _, code in before}) == 3  # each layer's lies in memory of its own
+
+
+class ByName(PackedLinear):
+    def forward(self, x):
+        is_packed = self.weight.__class__.__name__ == "PackedWeight"
+        return super().forward(x) if is_packed else nn.functional.linear(x, self.weight)
+
+
+def packed_by_name(linear):
+    packed_beside_a_state(linear)
+    linear.__class__ = ByName
+
+
+def with_magnitudes(model):
+    """The adapters of DoRA, which ask weights for the name of their class, and put them where they are."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["base"], use_dora=True))
+
+
+@pytest.mark.filterwarnings("error:.*module by module")
+@pytest.mark.parametrize(
+    ("quantize", "adapt"), [(packed_by_name, nn.Sequential), (nf4_of_bitsandbytes, with_magnitudes)]
+)
+def test_code_may_go_by_the_name_of_the_class_of_packed_weights(quantize, adapt):
+    plain, model = (adapt(network(quantize, depth=3)) for _ in range(2))
+    x = torch.randn(6, WIDTH)
+    loss = square_loss(plain(x), None)
+    loss.backward()
+    with roundpipe.compile(model, devices=["cpu"]) as piped:
+        found = piped.forward_backward((x,), loss_fn=square_loss, run_config=config(3))
+        piped.synchronize()
+        torch.testing.assert_close(found, loss.detach())
+        assert_close(gradients(model), gradients(plain))
