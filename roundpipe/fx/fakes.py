@@ -34,7 +34,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.modes import Modes
 from roundpipe.core.storages import quant_state_of, without_memory
 from roundpipe.core.watched import is_transformed, unseen
-from roundpipe.fx.fake_kernels import TAKEN, dtype_refused, kernels_as_compiled
+from roundpipe.fx.fake_kernels import TAKEN, RecurrentAtOnce, dtype_refused, kernels_as_compiled
 from roundpipe.fx.recall import Form, OperatorMemo, is_recalled
 from roundpipe.fx.sizes import ShapeWorld, flat_tensors, source_named
 
@@ -58,6 +58,7 @@ def code_on_fakes() -> Iterator[None]:
             stack.callback(setattr, log, "disabled", log.disabled)
             log.disabled = True  # a change of level would empty the caches of all loggers
         stack.enter_context(nothing_compiled())
+        stack.enter_context(RecurrentAtOnce(is_fake))
         if torch.is_anomaly_enabled():  # it prints what fails
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield

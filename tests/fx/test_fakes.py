@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.fakes import is_fake, is_of_no_world, real_world
-from roundpipe.fx.sizes import expression_of
+from roundpipe.fx.counting import Tally
+from roundpipe.fx.fakes import code_on_fakes, is_fake, is_of_no_world, real_world
+from roundpipe.fx.sizes import expression_of, flat_tensors
 from roundpipe.fx.world import FakeWorld
 
 
@@ -89,15 +93,62 @@ def test_a_model_anywhere_is_on_the_cpu_here() -> None:
     assert world.twin.first.weight.device.type == "cpu" and model.first.weight.is_meta
 
 
+RECURRENT: dict[str, Callable[..., nn.Module]] = {
+    "tanh": nn.RNN,
+    "relu": partial(nn.RNN, nonlinearity="relu"),
+    "gru": nn.GRU,
+    "gru both ways": partial(nn.GRU, bidirectional=True, dropout=0.1),
+    "lstm": nn.LSTM,
+    "lstm both ways without biases": partial(nn.LSTM, bidirectional=True, bias=False),
+    "lstm with projections": partial(nn.LSTM, proj_size=3, bidirectional=True),
+}
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_states_of_lstms_have_the_shape_that_they_have_on_real_tensors(is_trained: bool) -> None:
-    lstm, real = nn.LSTM(4, 6, num_layers=2), torch.randn(5, 3, 4, requires_grad=is_trained)
-    world = FakeWorld(lstm, ((real,), {}))
-    with world.entered(), torch.set_grad_enabled(is_trained):
-        output, states = world.twin(*world.arguments[0])
-    expected_output, expected_states = lstm(real)
-    assert output.shape == expected_output.shape
-    assert [each.shape for each in states] == [each.shape for each in expected_states]
+@pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_make_shapes_and_gradients_as_on_real_tensors(
+    build: Callable[..., nn.Module], is_trained: bool
+) -> None:
+    for form, batch_first in (((5, 3, 4), False), ((3, 5, 4), True), ((5, 4), False)):
+        layer, real = build(4, 6, num_layers=2, batch_first=batch_first), torch.randn(form, requires_grad=is_trained)
+        world = FakeWorld(layer, ((real,), {}))
+        with world.entered(), torch.set_grad_enabled(is_trained):
+            found = world.twin(*world.arguments[0])
+            outputs = flat_tensors(found)
+            if is_trained:
+                sum(each.sum() for each in outputs).backward()
+        with torch.set_grad_enabled(is_trained):
+            expected = flat_tensors(layer(real))
+        assert [(each.shape, each.requires_grad) for each in outputs] == [
+            (each.shape, each.requires_grad) for each in expected
+        ]
+        assert all((weight.grad is not None) is is_trained for weight in world.twin.parameters())
+
+
+@pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_cost_what_their_steps_cost_at_once(build: Callable[..., nn.Module]) -> None:
+    layer = build(4, 6, num_layers=2)
+    tallies = []
+    for num_steps in (2, 300):
+        world = FakeWorld(layer, ((torch.randn(num_steps, 3, 4),), {}))
+        with world.entered(), Tally(world.arguments[0]) as tally:
+            world.twin(*world.arguments[0])
+        tallies.append(tally)
+    few, many = tallies
+    assert few.num_kernels == many.num_kernels
+    weights = [each.numel() for name, each in layer.named_parameters() if "weight" in name]
+    assert few.flops >= 2 * 2 * 3 * sum(weights)
+    assert many.flops >= 150 * 0.99 * few.flops
+
+
+def test_packed_sequences_and_recurrent_layers_on_real_tensors_are_torchs() -> None:
+    torch.manual_seed(0)
+    gru = nn.GRU(4, 6)
+    real = [torch.randn(3, 4), torch.randn(2, 4)]
+    packed = nn.utils.rnn.pack_sequence(real)
+    expected = gru(real[0])[0], gru(packed)[0].data
+    with code_on_fakes():
+        torch.testing.assert_close((gru(real[0])[0], gru(packed)[0].data), expected)
 
 
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False), (0.5, True)])

@@ -379,8 +379,8 @@ SHAPES: list[tuple[Callable[[], nn.Module], Inputs, dict[str, Any]]] = [
 ]
 
 
-OPAQUE: dict[Any, set[str]] = {BranchInside: {"branch"}, RecurrentModules: {"gru", "lstm"}}
-"""Modules whose inside is not traced: a branch on data, and loops in C++ over a length."""
+OPAQUE: dict[Any, set[str]] = {BranchInside: {"branch"}}
+"""Modules whose inside is not traced: a branch on data."""
 
 
 @pytest.mark.parametrize(("build", "inputs", "options"), SHAPES, ids=[build.__name__ for build, *_ in SHAPES])

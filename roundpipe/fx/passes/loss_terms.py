@@ -8,7 +8,7 @@ scalar nothing is known: a product of two means is no mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -192,8 +192,20 @@ class _TermSearch:
     bent: Collection[Node]
     found: Combination
 
-    def visit(self, node: Any) -> bool:
-        """Whether a value is linear in terms, which are added to those found."""
+    def visit(self, scalar: Node) -> bool:
+        """Whether a scalar is linear in terms, which are added to those found."""
+        open_nodes, is_linear = [self._visit(scalar)], None
+        while open_nodes:  # no recursion: a sum over steps in time has thousands of terms
+            try:
+                open_nodes.append(self._visit(open_nodes[-1].send(is_linear)))
+                is_linear = None
+            except StopIteration as end:
+                open_nodes.pop()
+                is_linear = end.value
+        return bool(is_linear)
+
+    def _visit(self, node: Any) -> Generator[Any, bool | None, bool]:
+        """The same of any operand; it asks about its own operands."""
         if not isinstance(node, Node):
             is_number = type(node) in (int, float)
             self.found.has_offset |= is_number and node != 0  # with which `sum` begins
@@ -206,9 +218,13 @@ class _TermSearch:
             return True
         operands, found = self._operands(node), self.found
         before = found.terms.copy(), found.between.copy(), found.has_offset
-        if operands is not None and all(self.visit(operand) for operand in operands):
-            found.between[node] = None
-            return True
+        for operand in operands or ():
+            if not (yield operand):
+                break
+        else:
+            if operands is not None:
+                found.between[node] = None
+                return True
         if node in self.bent and (count := self.arguments.samples()) is not None:
             found.terms, found.between, found.has_offset = before
             found.terms[node] = Term(count, is_mean=True)

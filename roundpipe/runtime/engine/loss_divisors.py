@@ -126,23 +126,35 @@ class _GradientWalk:
     found: list[LossPart] = field(default_factory=list)
     is_alone: bool = False
     """Whether there is one sample in all, as far as code takes them one by one."""
+    _pending: list[tuple[Edge, Divisors, Divisors]] = field(default_factory=list)
     _reaching: dict[Node, bool] = field(default_factory=dict)
+    _lengths: set[Sequence[int]] = field(default_factory=set)
+    """Of the ends' first dimensions."""
+
+    def __post_init__(self) -> None:
+        self._lengths.update(_shape((end, 0))[:1] for end in self.ends)
 
     def visit(self, edge: Edge, divisors: Divisors, others: Divisors) -> None:
         """Find the terms of a scalar that the loss has, divided by numbers, of which ``others`` are no mean's own."""
+        self._pending.append((edge, divisors, others))
+        num_before = len(self._pending) - 1
+        while len(self._pending) > num_before:  # sums over steps in time have thousands of terms
+            self._look_at(*self._pending.pop())
+
+    def _look_at(self, edge: Edge, divisors: Divisors, others: Divisors) -> None:
         node = edge[0]
         if node is None or not self._reaches(node):  # the same for every microbatch
             return
         name, edges = _name(node), node.next_functions
-        if not self.is_alone and self.is_of_one(edge):
-            self._add_of_one(edge, divisors)
-        elif node in self.ends or _shape(edge) and name not in _PASSING:
+        if node in self.ends or _shape(edge) and name not in _PASSING:
             self.found.append(LossPart("unknown", divisors))
         elif name in _PASSING:
-            self.visit(edges[0], divisors, others)
+            self._pending.append((edges[0], divisors, others))
         elif name in ("Add", "Sub", "Rsub"):
-            for each in edges:
-                self.visit(each, divisors, others)
+            self._pending += [(each, divisors, others) for each in reversed(edges)]
+        elif not self.is_alone and self.is_of_one(edge):  # what it is divided and multiplied by may be its own
+            is_sum = not divisors and getattr(node, "_saved_reduction", None) == _SUM
+            self.found.append(LossPart("sum") if is_sum else LossPart("unknown", divisors))
         elif name in ("Mul", "Div"):
             self._visit_scaled(node, name, divisors, others)
         elif name in ("Sum", "Mean") and not _shape(edges[0]):
@@ -168,8 +180,7 @@ class _GradientWalk:
 
     def is_of_one(self, edge: Edge) -> bool:
         """Whether it is made of one sample, which code has taken out of all by its place."""
-        lengths, places = {_shape((end, 0))[:1] for end in self.ends}, set[int]()
-        pending, seen = [edge], set[Edge]()
+        pending, seen, places = [edge], set[Edge](), set[int]()
         while pending and len(places) < 2:
             node, index = edge = pending.pop()
             if node is None or edge in seen:
@@ -177,18 +188,11 @@ class _GradientWalk:
             seen.add(edge)
             if node in self.ends:
                 return False
-            if (place := _place_taken(edge)) is not None and _shape(node.next_functions[0])[:1] in lengths:
+            if (place := _place_taken(edge)) is not None and _shape(node.next_functions[0])[:1] in self._lengths:
                 places.add(place)
             else:
                 pending += node.next_functions
         return len(places) == 1
-
-    def _add_of_one(self, edge: Edge, divisors: Divisors) -> None:
-        """A term of one sample: what it is divided and multiplied by may be its own."""
-        while _name(edge[0]) in _PASSING:
-            edge = edge[0].next_functions[0]
-        is_sum = not divisors and getattr(edge[0], "_saved_reduction", None) == _SUM
-        self.found.append(LossPart("sum") if is_sum else LossPart("unknown", divisors))
 
     def _visit_scaled(self, node: Any, name: str, divisors: Divisors, others: Divisors) -> None:
         """A product or quotient of scalars."""
