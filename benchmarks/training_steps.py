@@ -31,13 +31,13 @@ def plain_step(model: nn.Module, device: str) -> Step:
     return step
 
 
-def compiled_step(piped: roundpipe.RoundPipe) -> Step:
-    """The same of a compiled model, whose updates are waited for."""
+def compiled_step(piped: roundpipe.RoundPipe, *, is_async: bool = False) -> Step:
+    """The same of a compiled model, whose updates are waited for if they are not asynchronous."""
     optimizer = torch.optim.AdamW(piped.optim_parameters(), lr=1e-4, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> Any:
         loss = piped.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss)
-        piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
         return loss
 
     return step

@@ -63,6 +63,7 @@ class FakeWorld:
         dynamic: dimensions that are symbols although the rule says they are not, and numbers that are.
         also: further arguments that the graph has to serve, which differ in sizes only; None = any.
         batch: those of the batch that ``arguments`` are a piece of, real; None: they are no piece.
+        has_one_sample: first dimensions of size 1 are no symbols, since the graph is for one sample alone.
     """
 
     def __init__(
@@ -72,9 +73,12 @@ class FakeWorld:
         dynamic: Collection[Varying] = (),
         also: Any = None,
         batch: Any = None,
+        *,
+        has_one_sample: bool = False,
     ) -> None:
         self.model = model
         self._also = also
+        self._has_one_sample = has_one_sample
         self.shapes = ShapeWorld()
         self.mode = RecallingMode(self.shapes)
         self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
@@ -256,6 +260,8 @@ class FakeWorld:
         is_float, is_given = leaf.is_floating_point() or leaf.is_complex(), not is_found(path)
         is_open = [is_given and (dim == 0 or not is_float) for dim in range(leaf.dim())]
         is_dynamic = [is_open[dim] or (path, dim) in self.dynamic for dim in range(leaf.dim())]
+        if self._has_one_sample and leaf.dim() and leaf.shape[0] == 1:
+            is_dynamic[0] = False
         fake = fake_input(self.mode, leaf, f"input_{len(self.inputs) + 1}", is_dynamic)
         sizes = tuple(expression_of(size) for size in fake.shape)
         self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))

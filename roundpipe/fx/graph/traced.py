@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,6 +124,8 @@ class TracedGraph:
     """Whether code divides such numbers by sizes, so that each piece of a batch has its own ratio."""
     has_own_numbers: bool = False
     """Whether these are the piece's own where code computes with them, and not those of its batch."""
+    of_two: Callable[[], TracedGraph | None] = field(default=lambda: None, repr=False)
+    """Gives the graph for two samples if this is for one alone, which does not tell samples from what else is one."""
     example_elements: int = 0
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)

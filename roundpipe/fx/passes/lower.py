@@ -93,19 +93,23 @@ def lower(
         PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
     with torch.enable_grad(), walked_once():
-        dependence = dependence_of_samples(traced)
-        mixing, sums = own_mixing(traced, dependence.bent), output_sums(traced)
-        losses = own_losses(traced, dependence.bent)
+        of_samples = traced.of_two() or traced
+        dependence = dependence_of_samples(of_samples)
+        bent = dependence.bent
+        if bent and of_samples is not traced:
+            bent = dependence_of_samples(traced).bent
+        mixing, sums = own_mixing(of_samples, dependence.bent), output_sums(of_samples)
+        losses = own_losses(traced, bent)
         costs = measure(traced, options.profile)
         balance, max_layer_bytes = options.balance, options.max_layer_bytes
         parts = partition(traced, costs, balance=balance, max_layer_bytes=max_layer_bytes, earlier=earlier)
         chain = generate(traced, parts, costs)
         chain.own_losses, chain.mixing = losses, mixing
-        chain.mixes_samples = dependence.where or lacks_samples(traced) or where_sums_are_read(traced)
+        chain.mixes_samples = dependence.where or lacks_samples(of_samples) or where_sums_are_read(traced)
         chain.changed_buffer = dependence.changed_buffer
         single = dict.fromkeys(dependence.single, ONE_SAMPLE_ALONE)
-        chain.odd_outputs, chain.output_blocks = outputs_without_rows(traced) | single, dependence.blocks
-        chain.output_dims, chain.output_sums = dims_of_samples(traced), sums
-        chain.without_samples = outputs_without_samples(traced)
-        chain.takes_samples_as_time = takes_samples_as_time(traced)
+        chain.odd_outputs, chain.output_blocks = outputs_without_rows(of_samples) | single, dependence.blocks
+        chain.output_dims, chain.output_sums = dims_of_samples(of_samples), sums
+        chain.without_samples = outputs_without_samples(of_samples)
+        chain.takes_samples_as_time = takes_samples_as_time(of_samples)
         return LoweredGraph(traced, costs, parts, chain)

@@ -19,7 +19,6 @@ that it is no chance.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -43,8 +42,9 @@ from roundpipe.fx.passes.alike_calls import alike_calls_shared
 from roundpipe.fx.passes.attribute_copies import AttributeCopies
 from roundpipe.fx.passes.data_of_fakes import DataOfFakes
 from roundpipe.fx.passes.dependence_watch import ROWS, STORED, DependenceWatch, Known
+from roundpipe.fx.passes.joined_samples import has_other_parts, shape_of_all
 from roundpipe.fx.passes.sample_blocks import Blocks
-from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, size_at, symbols_of_samples
+from roundpipe.fx.passes.sample_dimensions import arguments_of_samples, number_made_for, size_at, symbols_of_samples
 from roundpipe.fx.passes.sample_numbers import (
     PER_PRIME,
     WITH_THIRDS,
@@ -106,8 +106,8 @@ def dependence_of_samples(traced: TracedGraph) -> SampleDependence:
             is_known = new.where or new != SampleDependence() and not new.changed_buffer
             if is_known or not any(run.has_failed for run in runs):
                 break
-    if not found.where and not symbols_of_samples(samples):
-        found = replace(found, where=where_code_mixes(traced) or "")
+    if not symbols_of_samples(samples) and (where := where_code_mixes(traced)) is not None:
+        found = replace(found, where=where)
     return found
 
 
@@ -182,6 +182,7 @@ class _DependenceRun(GraphInterpreter):
         self._mode = static_mode()
         self._attributes = AttributeCopies(traced, self._fake)
         self._symbols = symbols_of_samples(self._samples)
+        self._made_for = number_made_for(self._samples)
         self._buffers = {id(buffer): name for name, buffer in traced.model.named_buffers()}
         self._buffers |= {id(tensor): name for name, tensor in kept_tensors(traced.model).items()}
 
@@ -284,8 +285,8 @@ class _DependenceRun(GraphInterpreter):
         try:
             with self._watch:
                 value = self.run_node(node)
-            self.has_failed |= _has_other_parts(node, value)
-            return value
+            self.has_failed |= has_other_parts(node, value)
+            return self._all_joined(node, value)
         except Exception:  # it asks for data, or is for batches of the example's size
             self.has_failed = True
             value = self._example(node)
@@ -294,6 +295,16 @@ class _DependenceRun(GraphInterpreter):
                 if node.op == "call_module" and writes_buffers(node):
                     self._watch.put_state(value, self._buffers_of(str(node.target)))
             return value
+
+    def _all_joined(self, node: Node, value: Any) -> Any:
+        """A node's value; of all samples, where it joins those that the graph was made for."""
+        args, kwargs = self.operands(node.args, node.kwargs) if self._made_for else ((), {})
+        shape = shape_of_all(node, args, kwargs, self._watch.sample_of, self._made_for, self._trial.number)
+        if shape is None:
+            return value
+        joined = torch.empty(shape, dtype=value.dtype)
+        self._watch.put(joined, replace(self._watch.known(value), sample=None))
+        return joined
 
     def _operands_of(self, node: Node) -> list[torch.Tensor]:
         """Tensors that a node takes, those made of several samples first."""
@@ -365,13 +376,6 @@ class _DependenceRun(GraphInterpreter):
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.dtype, self._watch.known(leaf)
         return leaf if isinstance(leaf, trees.PLAIN) else id(leaf)
-
-
-def _has_other_parts(node: Node, value: Any) -> bool:
-    """Whether a tensor was split into more or fewer parts than are taken."""
-    if getattr(node.target, "__name__", node.target) != "split" or not isinstance(value, (list, tuple)):
-        return False
-    return len({user.args[1] for user in node.users if user.target is operator.getitem}) != len(value)
 
 
 def _has_lists(arguments: Any, samples: Iterable[Node]) -> bool:

@@ -125,6 +125,12 @@ def symbols_of_samples(samples: Iterable[Node]) -> set[Any]:
     return {size for size in sizes if getattr(size, "is_Symbol", False)}
 
 
+def number_made_for(samples: Iterable[Node]) -> int:
+    """The number of samples, where a graph has it as a constant for some of their arguments; else 0."""
+    values = (value_of(node) for node in samples if not symbols_of_samples([node]))
+    return next((hint(value.shape[0]) for value in values if isinstance(value, torch.Tensor)), 0)
+
+
 def size_at(size: int | torch.SymInt, symbols: Iterable[Any], number: int) -> int:
     """A size with so many samples, all else as in the example."""
     if not isinstance(size, torch.SymInt):

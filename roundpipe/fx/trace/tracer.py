@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -124,8 +125,9 @@ class _Request:
         doubled = _batch_of_two(arguments, batch)
         if doubled is None:
             return trace_for(arguments)
+        of_two: GuardedGraph | None = None
         try:
-            traced = trace_for(doubled, also=arguments)
+            of_two = trace_for(doubled, also=arguments)
         except OtherSizes as other:
             decisions = other.decisions
         except TraceError as error:
@@ -136,20 +138,33 @@ class _Request:
             traced.fails_for_two = error
             return traced
         else:
-            if traced.guards.check(*arguments, batch=batch) is None:
-                return traced
-            decisions = traced.guards.decisions
-        traced = trace_for(arguments)
+            if of_two.guards.check(*arguments, batch=batch) is None:
+                return of_two
+            decisions = of_two.guards.decisions
+        traced = trace_for(arguments, has_one_sample=True)
         traced.guards.decisions = decisions
+        traced.of_two = lambda: of_two or self._trace_of_two(form, doubled, batch)
         return traced
 
+    def _trace_of_two(self, form: CallForm, doubled: Arguments, batch: Arguments | None) -> GuardedGraph | None:
+        """The graph of a model that asks for the number of samples, for two of them."""
+        with interrupts_held(), TRACING, preserved_random_state(), symbols_kept_quiet(), suppress(TraceError):
+            return self._trace(form, batch, doubled)
+        return None
+
     def _trace(
-        self, form: CallForm, batch: Arguments | None, arguments: Arguments, also: Arguments | None = None
+        self,
+        form: CallForm,
+        batch: Arguments | None,
+        arguments: Arguments,
+        also: Arguments | None = None,
+        *,
+        has_one_sample: bool = False,
     ) -> GuardedGraph:
         """Attempts until one succeeds; each knows what those before found out."""
         model, knowledge = self.model, self.learned.added_to(self.knowledge)
         for _ in range(MAX_ATTEMPTS):
-            world = FakeWorld(model, arguments, knowledge.dynamic, also, batch)
+            world = FakeWorld(model, arguments, knowledge.dynamic, also, batch, has_one_sample=has_one_sample)
             try:
                 attempts = _pure_trace if knowledge.is_pure else _stable_trace
                 with world.numbers_opened():
