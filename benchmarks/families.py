@@ -354,7 +354,7 @@ def trainer(way: str, family: Family, options: argparse.Namespace) -> tuple[Step
         if family.lora:
             model.enable_input_require_grads()  # type: ignore[operator]
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        return plain_step(model, options.device), config, dict
+        return plain_step(model, options.device, family.microbatches), config, dict
     run_config = roundpipe.RoundPipeRunConfig(loss_reduction="mean", num_microbatch=family.microbatches)
     piped = roundpipe.compile(model, devices=[options.device], model_run_config=run_config)
 

@@ -15,18 +15,25 @@ import roundpipe
 Step = Callable[[dict[str, torch.Tensor]], Any]
 
 
-def plain_step(model: nn.Module, device: str) -> Step:
-    """A step of plain PyTorch with everything on a device, and a fused AdamW; it gives the loss."""
+def plain_step(model: nn.Module, device: str, num_microbatch: int = 1) -> Step:
+    """A step of plain PyTorch with everything on a device, and a fused AdamW; it gives the loss.
+
+    That of several microbatches is the mean of theirs.
+    """
     model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> Any:
-        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
-        loss.backward()
+        pieces = zip(*(tensor.to(device).tensor_split(num_microbatch) for tensor in batch.values()), strict=True)
+        losses = []
+        for piece in pieces:
+            loss = model(**dict(zip(batch, piece, strict=True))).loss / num_microbatch
+            loss.backward()
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return sum(losses)
 
     return step
 
